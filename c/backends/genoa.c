@@ -1,0 +1,26 @@
+/* genoa.c: AVX-512 with VNNI; the screening tile is in kernels/x86_vnni512.inc. */
+#include <numkong/backend.h>
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <immintrin.h>
+
+#ifndef NK_GENOA_TARGET
+#define NK_GENOA_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
+#endif
+NK_TARGET_BEGIN(NK_GENOA_TARGET)
+
+#define NK_TILE_TOKENS_ 16
+#define NK_QUERY_GROUP_ 8
+#define NK_CODE_LIMIT_ 127
+#define NK_CODE_BIAS_ 128
+
+#include "../kernels/x86_v4.inc"
+#include "../kernels/x86_vnni512.inc"
+#include "../packing.inc"
+#include "../scoring.inc"
+
+NK_TARGET_END
+
+nk_backend_kernels_t const nk_backend_genoa_kernels = {NK_TILE_TOKENS_, NULL, nk_pack_rows_, nk_score_corpus_};
