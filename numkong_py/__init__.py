@@ -1,0 +1,69 @@
+"""Late-interaction scoring (MaxSim): pack once, score exactly, on every CPU and GPU row.
+
+Examples
+--------
+>>> import numpy as np
+>>> import numkong_py as nk
+>>> documents = nk.pack([np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)])
+>>> nk.maxsim(np.float32([[1, 2, 3, 4]]), documents)
+array([ 4., 10.])
+"""
+
+from . import reference
+from .arrays import Collection, collection
+from .backends import backends, find_kernel
+from .cpu import Capability, compiled_capabilities, enabled_capabilities, error_bound, output_dtype
+from .cpu import detected_capabilities as capabilities
+from .errors import (
+    BackendUnavailable,
+    CorruptFile,
+    DeviceMismatch,
+    IndexOutOfRange,
+    InvalidArgument,
+    LayoutMismatch,
+    MissingKernel,
+    NumKongError,
+    OutOfMemory,
+    ShapeMismatch,
+    UnsupportedDtype,
+)
+from .ops import maxsim, maxsim_candidates, maxsim_packed, maxsim_pairs, topk
+from .packed import PackedTensor, pack, pack_size, packed_shape
+from .reference import MaxSimResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "Capability",
+    "Collection",
+    "CorruptFile",
+    "DeviceMismatch",
+    "IndexOutOfRange",
+    "InvalidArgument",
+    "LayoutMismatch",
+    "MaxSimResult",
+    "MissingKernel",
+    "NumKongError",
+    "OutOfMemory",
+    "PackedTensor",
+    "ShapeMismatch",
+    "UnsupportedDtype",
+    "backends",
+    "capabilities",
+    "collection",
+    "compiled_capabilities",
+    "enabled_capabilities",
+    "error_bound",
+    "find_kernel",
+    "maxsim",
+    "maxsim_candidates",
+    "maxsim_packed",
+    "maxsim_pairs",
+    "output_dtype",
+    "pack",
+    "pack_size",
+    "packed_shape",
+    "reference",
+    "topk",
+]

@@ -1,0 +1,475 @@
+"""The CPU rows: the only module that touches the C extension."""
+
+from __future__ import annotations
+
+import enum
+import os
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ._numkong import ffi, lib
+from .arrays import Collection, read_indices
+from .dtypes import NUMPY_DTYPES, SCORED, name_of
+from .errors import (
+    BackendUnavailable,
+    DeviceMismatch,
+    IndexOutOfRange,
+    InvalidArgument,
+    LayoutMismatch,
+    MissingKernel,
+    NumKongError,
+    OutOfMemory,
+    ShapeMismatch,
+    UnsupportedDtype,
+)
+from .layout import Contents, aligned_bytes, read_header
+from .reference import MaxSimResult
+from .threads import run_all, thread_count
+
+__all__ = [
+    "METRICS",
+    "Capability",
+    "CpuRow",
+    "compiled_capabilities",
+    "cpu_rows",
+    "detected_capabilities",
+    "enabled_capabilities",
+    "error_bound",
+    "kernel_kinds",
+    "open_packed",
+    "output_dtype",
+    "row_of_layout",
+]
+
+
+def _text(pointer: Any) -> str:
+    return ffi.string(pointer).decode()
+
+
+def _capability_names() -> dict[str, int]:
+    masks = (1 << bit for bit in range(64))
+    return {_text(lib.nk_capability_name(mask)): mask for mask in masks if lib.nk_capability_name(mask)}
+
+
+Capability = enum.IntFlag("Capability", _capability_names(), module=__name__)
+Capability.__doc__ = """Instruction-set extensions that a row can require, one bit each, from the C library's list."""
+Capability.__str__ = lambda self: " ".join(flag.name for flag in Capability if flag in self) or "none"
+
+DTYPE_IDS = {name: getattr(lib, f"nk_{name}_k") for name in NUMPY_DTYPES}
+DTYPE_NAMES = {number: name for name, number in DTYPE_IDS.items()}
+OUTPUT_DTYPES = {name: NUMPY_DTYPES[DTYPE_NAMES[lib.nk_maxsim_output_dtype(DTYPE_IDS[name])]] for name in SCORED}
+METRICS = {
+    name.removeprefix("nk_metric_").removesuffix("_k"): number
+    for name, number in ffi.typeof("nk_metric_t").relements.items()
+}
+
+CORPUS_JOB = ffi.typeof("nk_maxsim_corpus_t *")
+
+ERRORS: dict[int, type[NumKongError]] = {
+    lib.nk_bad_alloc_k: OutOfMemory,
+    lib.nk_unexpected_dimensions_k: ShapeMismatch,
+    lib.nk_size_overflow_k: ShapeMismatch,
+    lib.nk_device_code_k: DeviceMismatch,
+    lib.nk_device_memory_k: DeviceMismatch,
+    lib.nk_missing_gpu_k: BackendUnavailable,
+    lib.nk_missing_library_k: BackendUnavailable,
+    lib.nk_permission_denied_k: BackendUnavailable,
+    lib.nk_missing_kernel_k: MissingKernel,
+    lib.nk_misaligned_k: LayoutMismatch,
+    lib.nk_pack_mismatch_k: LayoutMismatch,
+    lib.nk_unknown_metric_k: InvalidArgument,
+    lib.nk_index_out_of_range_k: IndexOutOfRange,
+    lib.nk_bad_capability_name_k: InvalidArgument,
+}
+
+
+def check(status: int, what: str) -> None:
+    """Raise the exception of a C status, if it is not success."""
+    if status == lib.nk_success_k:
+        return
+    error = ERRORS.get(status, NumKongError)
+    raise error(f"{what}: {_text(lib.nk_status_sentence(status))} ({_text(lib.nk_status_name(status))})")
+
+
+# ------------------------------------------------------------------------------------- capabilities
+
+
+def detected_capabilities() -> Capability:
+    """Extensions that this machine has and its operating system saves."""
+    return Capability(lib.nk_cpu_capabilities_detected())
+
+
+def compiled_capabilities() -> Capability:
+    """Extensions that the rows of this build use."""
+    return Capability(lib.nk_cpu_capabilities_compiled())
+
+
+@lru_cache(maxsize=16)
+def _enabled(text: str) -> Capability:
+    both = lib.nk_cpu_capabilities_detected() & lib.nk_cpu_capabilities_compiled()
+    result = ffi.new("nk_capability_t *")
+    for word in text.split(","):
+        if lib.nk_capabilities_parse(word.encode(), both, result) == lib.nk_bad_capability_name_k:
+            names = [_text(lib.nk_backend_at(index).name) for index in range(lib.nk_backend_count())]
+            raise InvalidArgument(
+                f"NUMKONG_CAPABILITIES: {word!r} in {text!r} is no name; wanted names separated by commas, with "
+                f"a minus to take one away, of {' '.join(Capability.__members__)}, or a row ({' '.join(names)})"
+            )
+    check(lib.nk_capabilities_parse(text.encode(), both, result), "NUMKONG_CAPABILITIES")
+    return Capability(result[0])
+
+
+def enabled_capabilities() -> Capability:
+    """Extensions that are detected and compiled, less what ``NUMKONG_CAPABILITIES`` takes away.
+
+    Raises
+    ------
+    InvalidArgument
+        The environment variable names something that does not exist.
+    """
+    return _enabled(os.environ.get("NUMKONG_CAPABILITIES", ""))
+
+
+def output_dtype(dtype: Any) -> np.dtype:
+    """NumPy type of a score: float64 for f32 inputs, float32 for bf16 and f16.
+
+    Raises
+    ------
+    UnsupportedDtype
+        The type is not scored.
+
+    Examples
+    --------
+    >>> output_dtype("bf16"), output_dtype(np.float32)
+    (dtype('float32'), dtype('float64'))
+    """
+    return OUTPUT_DTYPES[name_of(dtype)]
+
+
+def error_bound(dtype: Any) -> float:
+    """Relative error coefficient of the score's type: 2^-51 for f32 inputs, 2^-22 for bf16 and f16.
+
+    ``|result - exact| <= (roundings + 1) c sum_i max_j sum_k |q_ik d_jk|`` with ``roundings = depth + query
+    tokens`` and depth + 4 more for cosine and angular; ``return_bounds`` of `maxsim` gives an absolute bound for every
+    score.
+
+    Raises
+    ------
+    UnsupportedDtype
+        The type is not scored.
+
+    Examples
+    --------
+    >>> error_bound("f32") == 2.0**-51
+    True
+    """
+    return lib.nk_maxsim_error_bound(DTYPE_IDS[name_of(dtype)])
+
+
+def kernel_kinds() -> tuple[str, ...]:
+    """Kinds of kernels, by the names that `find_kernel` takes."""
+    names = (name.removeprefix("nk_kernel_").removesuffix("_k") for name in ffi.typeof("nk_kernel_kind_t").relements)
+    kinds = [name for name in names if name != "unknown"]
+    short = [name.removeprefix("maxsim_") for name in kinds]
+    return tuple("maxsim_packed" if name == "packed" else name for name in short)
+
+
+# ------------------------------------------------------------------------------------- the row
+
+
+class CpuRow:
+    """One row of the table of CPU backends.
+
+    Attributes
+    ----------
+    name : str
+    required : Capability
+        Extensions that it cannot do without.
+    dtypes : tuple of str
+        Element types that it really implements.
+    device : str
+        ``"cpu"``.
+    layout : int
+        Id stamped into every buffer that it packs.
+    """
+
+    device = "cpu"
+
+    def __init__(self, backend: Any) -> None:
+        self.name = _text(backend.name)
+        self.required = Capability(backend.required)
+        self.layout = int(backend.layout)
+        self.dtypes = tuple(name for name in SCORED if backend.dtypes >> DTYPE_IDS[name] & 1)
+        self._mask = int(backend.required)
+        self._built = backend.kernels != ffi.NULL
+        self._score = {dtype: getattr(lib, f"nk_maxsim_corpus_{dtype}_best") for dtype in self.dtypes}
+
+    def __repr__(self) -> str:
+        state = "available" if self.available else f"not available: {self.reason}"
+        return f"<numkong_py row {self.name!r} on {self.device}: {' '.join(self.dtypes)}, {state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return row_of_layout, (self.layout,)
+
+    @property
+    def available(self) -> bool:
+        """Whether this machine, this build and the environment let it run."""
+        return self._built and not self._mask & ~int(enabled_capabilities())
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not available, or None."""
+        if not self._built:
+            return "not built for this architecture"
+        missing = [flag for flag in self.required if flag not in enabled_capabilities()]
+        if not missing:
+            return None
+        reason = lib.nk_capability_reason(missing[0])
+        return _text(reason) if reason else f"{missing[0].name} is taken away by NUMKONG_CAPABILITIES"
+
+    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str) -> int:
+        """Bytes of a packed collection."""
+        bytes_ = ffi.new("nk_size_t *")
+        size = getattr(lib, f"nk_maxsim_pack_corpus_size_{dtype}_best")
+        check(size(documents, tokens, depth, self._mask, bytes_), "pack_size")
+        return bytes_[0]
+
+    def pack(self, collection: Collection, normalize: bool = False) -> Contents:
+        """Pack a collection in host memory into a new uint8 array."""
+        runs, offsets = collection.runs, collection.offsets
+        tokens = int(offsets[-1])
+        buffer = aligned_bytes(self.pack_size(len(collection), tokens, collection.depth, collection.dtype))
+        job = ffi.new("nk_maxsim_pack_t *")
+        job.tokens.runs = len(runs.pointers)
+        job.tokens.pointers = ffi.from_buffer("nk_u64_t[]", runs.pointers)
+        job.tokens.counts = ffi.from_buffer("nk_u64_t[]", runs.counts)
+        job.tokens.row_strides = ffi.from_buffer("nk_i64_t[]", runs.row_strides)
+        job.tokens.element_strides = ffi.from_buffer("nk_i64_t[]", runs.element_strides)
+        job.offsets = ffi.from_buffer("nk_u64_t[]", offsets.astype(np.uint64))
+        job.documents = len(collection)
+        job.depth = collection.depth
+        job.normalize = normalize
+        job.packed = ffi.from_buffer(buffer)
+        pack = getattr(lib, f"nk_maxsim_pack_corpus_{collection.dtype}_best")
+        check(pack(job, self._mask, ffi.NULL), "pack")
+        return Contents(self, buffer, ffi.from_buffer(buffer), collection.dtype, collection.depth, offsets, self.device)
+
+    def read_candidates(self, candidates: Any, rows: int, documents: Any) -> np.ndarray:
+        """Document indices [rows, count] as `score` takes them: checked, and counted within the documents' buffer."""
+        indices = read_indices(candidates, "candidates")
+        if indices.ndim == 1 and rows == 1:
+            indices = indices[None, :]
+        if indices.ndim != 2 or len(indices) != rows:
+            raise ShapeMismatch(
+                f"candidates: shape {indices.shape}, wanted [{rows}, count], one row for every query set"
+            )
+        outside = (indices < -1) | (indices >= len(documents))
+        if outside.any():
+            row, column = np.argwhere(outside)[0]
+            raise IndexOutOfRange(
+                f"candidates[{row}, {column}]: {indices[row, column]}, wanted 0 to {len(documents) - 1}, or -1 for none"
+            )
+        if documents.begin:
+            indices = np.where(indices < 0, -1, indices + documents.begin)
+        return np.ascontiguousarray(indices)
+
+    def check_output(self, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The caller's array for scores, if they can be written to it in place."""
+        fix = f"pass np.empty({shape}, np.{dtype})"
+        if not isinstance(out, np.ndarray):
+            raise UnsupportedDtype(f"out: a {type(out).__name__}, wanted a NumPy array; {fix}")
+        if out.dtype != dtype:
+            raise UnsupportedDtype(f"out: dtype {out.dtype}, wanted {dtype}; {fix}")
+        if out.shape != shape:
+            raise ShapeMismatch(f"out: shape {out.shape}, wanted {shape}; {fix}")
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise InvalidArgument(f"out: strides {out.strides}, read-only or not contiguous; {fix}")
+        return out
+
+    def unpack(self, contents: Contents, begin: int, end: int) -> np.ndarray:
+        """Tokens begin .. end as they were given, [end - begin, depth], in new memory."""
+        tokens = np.empty((end - begin, contents.depth), NUMPY_DTYPES[contents.dtype])
+        unpack = getattr(lib, f"nk_maxsim_unpack_{contents.dtype}_best")
+        target = ffi.from_buffer(f"nk_{contents.dtype}_t[]", tokens.view(np.uint8))
+        check(unpack(contents.pointer, begin, end, target, self._mask, ffi.NULL), "unpack")
+        return tokens
+
+    def first_nonfinite(self, contents: Contents) -> int | None:
+        """First token with a NaN or an infinity, or None.
+
+        The stored float64 sums of squares tell: those of finite tokens never overflow.
+        """
+        header = read_header(contents.buffer)
+        squares = contents.buffer[header.square_at : header.square_at + 8 * header.tokens].view(np.float64)
+        found = np.flatnonzero(~np.isfinite(squares))
+        return int(found[0]) if len(found) else None
+
+    def score(
+        self,
+        queries: Any,
+        documents: Any,
+        *,
+        metric: int,
+        mean: bool = False,
+        empty: float | None = None,
+        candidates: np.ndarray | None = None,
+        out: np.ndarray | None = None,
+        return_argmax: bool = False,
+        return_token_scores: bool = False,
+        return_bounds: bool = False,
+        threads: int | None = None,
+    ) -> MaxSimResult:
+        """Score packed query sets against packed documents, [queries, documents] or [queries, candidates].
+
+        Both are `PackedTensor` of this row, one dtype and one depth; candidates are int64 and contiguous, count within
+        the documents' buffer and were checked; out is None or an array of the scores' shape and type.
+        """
+        dtype = documents.dtype
+        output = OUTPUT_DTYPES[dtype]
+        rows = queries.end - queries.begin
+        columns = documents.end - documents.begin if candidates is None else candidates.shape[1]
+        longest = queries.longest if return_argmax or return_token_scores else 0
+        scores = np.empty((rows, columns), output) if out is None else out
+        bounds = np.empty((rows, columns)) if return_bounds else None
+        argmax = np.full((rows, columns, longest), -1, np.int32) if return_argmax else None
+        token_scores = np.zeros((rows, columns, longest), output) if return_token_scores else None
+        result = MaxSimResult(scores, argmax, token_scores, bounds)
+        if rows == 0 or columns == 0:
+            return result
+
+        job = ffi.new(CORPUS_JOB)
+        job.queries = queries.pointer
+        job.documents = documents.pointer
+        job.query_begin, job.query_end = queries.begin, queries.end
+        job.document_begin, job.document_end = documents.begin, documents.end
+        job.metric, job.mean = metric, mean
+        if empty is not None:
+            job.empty_given, job.empty_value = 1, empty
+        if candidates is not None:
+            job.candidates = ffi.from_buffer("nk_i64_t[]", candidates)
+            job.candidate_count = columns
+        job.scores = ffi.from_buffer(scores)
+        job.score_stride = columns
+        job.token_stride = longest
+        if bounds is not None:
+            job.bounds = ffi.from_buffer("nk_f64_t[]", bounds)
+        if argmax is not None:
+            job.argmax = ffi.from_buffer("nk_i32_t[]", argmax)
+        if token_scores is not None:
+            job.token_scores = ffi.from_buffer(token_scores)
+
+        work = queries.tokens * documents.tokens * documents.depth
+        if candidates is not None:
+            work = work * columns // max(1, documents.end - documents.begin)
+        count = thread_count(threads, work)
+        if count == 1:
+            status = self._score[dtype](job, self._mask, ffi.NULL)
+            if status:
+                check(status, "maxsim")
+            return result
+        lists = candidates is not None
+        pieces = split_lists(queries, columns, count) if lists else split_documents(queries, documents, count)
+        run_all(lambda piece: self._score_piece(job, dtype, output.itemsize, piece), pieces)
+        return result
+
+    def _score_piece(self, whole: Any, dtype: str, itemsize: int, piece: Piece) -> None:
+        """Score query sets and columns of a job; the outputs of pieces do not overlap."""
+        first_query, last_query, first, last = piece
+        skipped = first_query * whole.score_stride + first
+        job = ffi.new(CORPUS_JOB, whole[0])
+        job.query_begin, job.query_end = whole.query_begin + first_query, whole.query_begin + last_query
+        job.document_begin, job.document_end = whole.document_begin + first, whole.document_begin + last
+        if whole.candidates:
+            job.candidates, job.candidate_count = whole.candidates + skipped, last - first
+        job.scores = ffi.cast("char *", whole.scores) + skipped * itemsize
+        if whole.bounds:
+            job.bounds = whole.bounds + skipped
+        if whole.argmax:
+            job.argmax = whole.argmax + skipped * whole.token_stride
+        if whole.token_scores:
+            job.token_scores = ffi.cast("char *", whole.token_scores) + skipped * whole.token_stride * itemsize
+        check(self._score[dtype](job, self._mask, ffi.NULL), "maxsim")
+
+
+# ------------------------------------------------------------------------------------- pieces for threads
+
+Piece = tuple[int, int, int, int]  # query sets begin .. end and columns begin .. end, counted from the job's first
+
+
+def _cuts(offsets: np.ndarray, pieces: int) -> list[tuple[int, int]]:
+    """Ranges of sets with about as many tokens each; a set weighs one more than its tokens, so empty ones count too."""
+    weights = offsets - offsets[0] + np.arange(len(offsets))
+    targets = weights[-1] * np.arange(1, pieces) // pieces
+    edges = np.unique(np.concatenate([[0], np.searchsorted(weights, targets), [len(offsets) - 1]]))
+    return list(pairwise(edges.tolist()))
+
+
+def split_documents(queries: Any, documents: Any, pieces: int) -> list[Piece]:
+    """Split the documents, and the query sets too where there are fewer documents than pieces."""
+    columns = _cuts(documents.offsets, min(pieces, len(documents)))
+    rows = _cuts(queries.offsets, min(len(queries), max(1, pieces // len(columns))))
+    return [(*row, *column) for row in rows for column in columns]
+
+
+def split_lists(queries: Any, columns: int, pieces: int) -> list[Piece]:
+    """Split lists of candidates: by query set where there are enough of them, else every list by itself."""
+    rows = len(queries)
+    if rows >= pieces:
+        return [(*row, 0, columns) for row in _cuts(queries.offsets, pieces)]
+    edges = np.unique(np.linspace(0, columns, pieces // rows + 1).astype(int)).tolist()
+    return [(row, row + 1, first, last) for row in range(rows) for first, last in pairwise(edges)]
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+@lru_cache(maxsize=1)
+def cpu_rows() -> tuple[CpuRow, ...]:
+    """Every row of the table in ``backends.inc``, best first, whether or not it is built or available."""
+    return tuple(CpuRow(lib.nk_backend_at(index)) for index in range(lib.nk_backend_count()))
+
+
+def row_of_layout(layout: int) -> CpuRow:
+    """The row with a layout id.
+
+    Raises
+    ------
+    LayoutMismatch
+        No row of this version has it.
+    """
+    for row in cpu_rows():
+        if row.layout == layout:
+            return row
+    raise LayoutMismatch(f"packed: layout {layout} belongs to no CPU row of this version; pack again")
+
+
+def open_packed(buffer: np.ndarray) -> Contents:
+    """Check packed bytes (header, size, document offsets) and read what they hold; bytes off a boundary are copied.
+
+    Raises
+    ------
+    LayoutMismatch
+        The bytes are not a packed buffer of a CPU row, are damaged, or are too few.
+    BackendUnavailable
+        They were packed by a row that is not built for this architecture.
+    """
+    what = f"packed: {buffer.nbytes} bytes"
+    if buffer.nbytes < ffi.sizeof("nk_packed_header_t"):
+        raise LayoutMismatch(f"{what} are less than a header")
+    if buffer.ctypes.data % lib.nk_packed_base_alignment_k:
+        aligned = aligned_bytes(buffer.nbytes)
+        aligned[:] = buffer
+        buffer = aligned
+    status = lib.nk_packed_check(ffi.from_buffer(buffer), buffer.nbytes)
+    header = read_header(buffer)
+    if status == lib.nk_missing_kernel_k:
+        row = row_of_layout(header.layout)
+        raise BackendUnavailable(f"{what} of row {row.name!r}: {row.reason}; unpack where it was packed, pack here")
+    check(status, what)
+    check(lib.nk_packed_check_offsets(ffi.from_buffer(buffer), 0, header.documents), f"{what}, document offsets")
+    offsets = buffer[header.offsets_at : header.offsets_at + 8 * (header.documents + 1)].view(np.int64)
+    row = row_of_layout(header.layout)
+    return Contents(row, buffer, ffi.from_buffer(buffer), DTYPE_NAMES[header.dtype], header.depth, offsets, row.device)

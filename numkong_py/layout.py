@@ -1,0 +1,90 @@
+"""The packed header (``include/numkong/packed.h``) as NumPy reads it, for code that has bytes and no extension."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import LayoutMismatch
+
+__all__ = ["ALIGNMENT", "HEADER", "Contents", "Header", "aligned_bytes", "read_header"]
+
+ALIGNMENT = 64  # of every region from the start of a buffer, and of the buffers allocated here
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u4"),
+        ("layout", "<u4"),
+        ("dtype", "<u4"),
+        ("flags", "<u4"),
+        ("documents", "<u8"),
+        ("tokens", "<u8"),
+        ("depth", "<u8"),
+        ("total_bytes", "<u8"),
+        ("offsets_at", "<u8"),
+        ("documents_at", "<u8"),
+        ("square_at", "<u8"),
+        ("scale_at", "<u8"),
+        ("residual_at", "<u8"),
+        ("norm_at", "<u8"),
+        ("screen_at", "<u8"),
+        ("originals_at", "<u8"),
+        ("reserved", "<u8", 16),
+        ("checksum", "<u8"),
+    ]
+)
+
+
+class Header(NamedTuple):
+    """What scoring and inspection need of a packed header."""
+
+    layout: int
+    dtype: int
+    documents: int
+    tokens: int
+    depth: int
+    total_bytes: int
+    offsets_at: int
+    square_at: int
+    originals_at: int
+
+
+class Contents(NamedTuple):
+    """A packed buffer and what its header says, as every row hands it out: what `PackedTensor` is made of."""
+
+    row: Any  # the row that packed it
+    buffer: Any  # uint8, one dimension, in the row's own array library
+    pointer: Any  # its first byte, in whatever form the row's calls take
+    dtype: str
+    depth: int
+    offsets: np.ndarray  # int64 [documents + 1], in host memory
+    device: str  # "cpu" or "cuda:<index>"
+
+
+def read_header(buffer: np.ndarray) -> Header:
+    """Read the header of a uint8 buffer whose bytes were checked.
+
+    Raises
+    ------
+    LayoutMismatch
+        The buffer is shorter than a header.
+    """
+    if buffer.nbytes < HEADER.itemsize:
+        raise LayoutMismatch(f"packed: {buffer.nbytes} bytes are less than a header of {HEADER.itemsize} bytes")
+    record = buffer[: HEADER.itemsize].view(HEADER)[0]
+    return Header(*(int(record[name]) for name in Header._fields))
+
+
+def aligned_bytes(count: int) -> np.ndarray:
+    """Allocate `count` uint8 elements that start on a multiple of 64 bytes.
+
+    Examples
+    --------
+    >>> aligned_bytes(100).ctypes.data % 64
+    0
+    """
+    spare = np.empty(count + ALIGNMENT - 1, np.uint8)
+    start = -spare.ctypes.data % ALIGNMENT
+    return spare[start : start + count]

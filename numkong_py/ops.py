@@ -1,0 +1,434 @@
+"""Scoring: arrays, collections and packed tensors in, scores out. The packed documents' row does the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arrays import Collection, read_collection
+from .cpu import METRICS, output_dtype
+from .errors import DeviceMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch, UnsupportedDtype
+from .packed import PackedTensor, pack_collection, select
+from .reference import MaxSimResult
+
+__all__ = ["maxsim", "maxsim_candidates", "maxsim_packed", "maxsim_pairs", "topk"]
+
+REDUCTIONS = {"sum": False, "mean": True}
+SCREENS = ("auto", "never")
+
+
+# ------------------------------------------------------------------------------------- both sides, packed
+
+
+def _check_pair(q: Any, docs: Any) -> None:
+    """Raise unless two packed tensors or collections agree in type, depth and device."""
+    if q.dtype != docs.dtype:
+        raise UnsupportedDtype(
+            f"q: {q.dtype}, and docs: {docs.dtype}; wanted one type; convert one of them and pack it again"
+        )
+    if q.depth != docs.depth:
+        raise ShapeMismatch(f"q: depth {q.depth}, and docs: depth {docs.depth}; wanted one depth")
+    if q.device != docs.device:
+        raise DeviceMismatch(
+            f"q: on {q.device}, and docs: on {docs.device}; nothing is moved silently; "
+            f"pass nk.pack(q, device={docs.device!r}) or docs.to({q.device!r})"
+        )
+
+
+def _check_packed_pair(q: PackedTensor, docs: PackedTensor) -> None:
+    _check_pair(q, docs)
+    if q.row is not docs.row:
+        raise LayoutMismatch(
+            f"q: packed by row {q.backend!r}, and docs: by row {docs.backend!r}; wanted one row; "
+            f"pass q.to({docs.backend!r}) or docs.to({q.backend!r})"
+        )
+    q.require()
+
+
+def _read(x: Any, argument: str, other: Any) -> Collection:
+    """Read one side; an empty list takes its depth and type from the other side."""
+    if isinstance(x, (list, tuple)) and len(x) == 0 and other is not None:
+        return read_collection(x, argument, depth=other.depth, dtype=other.dtype)
+    return read_collection(x, argument)
+
+
+def _pack_both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
+    """Pack what is not packed, with the row of the side that is."""
+    if isinstance(docs, PackedTensor):
+        found = _read(q, "q", docs)
+        _check_pair(found, docs)
+        docs.require()
+        return pack_collection(found, docs.row), docs
+    if isinstance(q, PackedTensor):
+        found = _read(docs, "docs", q)
+        _check_pair(q, found)
+        q.require()
+        return q, pack_collection(found, q.row)
+    if isinstance(docs, (list, tuple)) and len(docs) == 0:
+        queries = _read(q, "q", None)
+        documents = _read(docs, "docs", queries)
+    else:
+        documents = _read(docs, "docs", None)
+        queries = _read(q, "q", documents)
+    _check_pair(queries, documents)
+    row = select(documents.dtype, documents.device)
+    return pack_collection(queries, row), pack_collection(documents, row)
+
+
+def _both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
+    if isinstance(q, PackedTensor) and isinstance(docs, PackedTensor):
+        if q.row is not docs.row or q.dtype != docs.dtype or q.depth != docs.depth or not q.runnable:
+            _check_packed_pair(q, docs)
+        return q, docs
+    return _pack_both(q, docs)
+
+
+# ------------------------------------------------------------------------------------- one way to score
+
+
+def _score(
+    queries: PackedTensor,
+    documents: PackedTensor,
+    candidates: Any,
+    axis: int | None,
+    *,
+    metric: str = "dot",
+    reduction: str = "sum",
+    empty: float | None = None,
+    threads: int | None = None,
+    out: Any = None,
+    return_argmax: bool = False,
+    return_token_scores: bool = False,
+    return_bounds: bool = False,
+) -> Any:
+    """Score with the options of `maxsim`, and drop an axis of length one from the results."""
+    if metric not in METRICS:
+        raise InvalidArgument(f"metric: {metric!r}, wanted one of {', '.join(METRICS)}")
+    if reduction not in REDUCTIONS:
+        raise InvalidArgument(f"reduction: {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
+    row = documents.row
+    target = None
+    if out is not None:
+        full = (len(queries), len(documents) if candidates is None else candidates.shape[1])
+        shape = full if axis is None else full[1 - axis : 2 - axis]
+        target = row.check_output(out, shape, output_dtype(documents.dtype)).reshape(full)
+    result = row.score(
+        queries,
+        documents,
+        metric=METRICS[metric],
+        mean=REDUCTIONS[reduction],
+        empty=empty,
+        candidates=candidates,
+        out=target,
+        return_argmax=return_argmax,
+        return_token_scores=return_token_scores,
+        return_bounds=return_bounds,
+        threads=threads,
+    )
+    scores = out if out is not None else _drop(result.scores, axis)
+    if not (return_argmax or return_token_scores or return_bounds):
+        return scores
+    return MaxSimResult(scores, *(None if array is None else _drop(array, axis) for array in result[1:]))
+
+
+def _drop(array: Any, axis: int | None) -> Any:
+    if axis is None:
+        return array
+    return array[0] if axis == 0 else array[:, 0]
+
+
+def maxsim(
+    q: Any,
+    docs: Any,
+    *,
+    metric: str = "dot",
+    reduction: str = "sum",
+    empty: float | None = None,
+    threads: int | None = None,
+    out: Any = None,
+    return_argmax: bool = False,
+    return_token_scores: bool = False,
+    return_bounds: bool = False,
+) -> Any:
+    """Score every query against every document: the sum over query tokens of the best similarity.
+
+    ``score = sum_i max_j <q_i, d_j>`` (Khattab and Zaharia, ColBERT, SIGIR 2020, equation 3).
+
+    Parameters
+    ----------
+    q : array, list of arrays, Collection or PackedTensor
+        One 2-D array ``[tokens, depth]`` is one query; anything else is a collection of queries.
+    docs : array, list of arrays, Collection or PackedTensor
+        One 2-D array is a collection of one document.
+    metric : {"dot", "cosine", "angular"}
+        ``"cosine"`` normalises; ``"angular"`` is ``sum_i min_j max(0, 1 - cosine)``, and lower is better.
+    reduction : {"sum", "mean"}
+        ``"mean"`` divides by the number of query tokens.
+    empty : float, optional
+        Score of a document without tokens; default -inf, for angular +inf.
+    threads : int, optional
+        Threads to use; the bits do not depend on it. Default: as many as the work is worth.
+    out : array, optional
+        Where to write the scores.
+    return_argmax, return_token_scores, return_bounds : bool
+        Ask for a `MaxSimResult` with the position of the best token (int32, -1 past a query's end and for empty
+        documents), its similarity, and a bound on every score's error. The scores keep their bits.
+
+    Returns
+    -------
+    array or MaxSimResult
+        Scores ``[queries, documents]``, ``[documents]`` for one 2-D query: float64 for f32, float32 for bf16 and f16.
+        An empty query scores 0; a NaN makes that query's or that document's scores NaN.
+
+    Raises
+    ------
+    UnsupportedDtype, ShapeMismatch, DeviceMismatch, LayoutMismatch, MissingKernel, BackendUnavailable, InvalidArgument
+
+    Examples
+    --------
+    >>> query = np.float32([[1, 0], [0, 1]])
+    >>> documents = [np.float32([[2, 0], [0, 3]]), np.float32([[1, 1]]), np.zeros((0, 2), np.float32)]
+    >>> maxsim(query, documents)
+    array([  5.,   2., -inf])
+    >>> maxsim(query, documents, return_argmax=True).argmax
+    array([[ 0,  1],
+           [ 0,  0],
+           [-1, -1]], dtype=int32)
+    """
+    queries, documents = _both(q, docs)
+    return _score(
+        queries,
+        documents,
+        None,
+        0 if queries.single else None,
+        metric=metric,
+        reduction=reduction,
+        empty=empty,
+        threads=threads,
+        out=out,
+        return_argmax=return_argmax,
+        return_token_scores=return_token_scores,
+        return_bounds=return_bounds,
+    )
+
+
+def maxsim_packed(q_packed: PackedTensor, d_packed: PackedTensor, **options: Any) -> Any:
+    """Score packed queries against packed documents; never packs and never copies.
+
+    Parameters
+    ----------
+    q_packed, d_packed : PackedTensor
+        Of one row, type and depth.
+    **options
+        As for `maxsim`.
+
+    Raises
+    ------
+    LayoutMismatch, UnsupportedDtype, ShapeMismatch, DeviceMismatch, BackendUnavailable, InvalidArgument
+
+    Examples
+    --------
+    >>> from numkong_py import pack
+    >>> maxsim_packed(pack(np.float32([[1, 0]])), pack([np.float32([[2, 3]])]))
+    array([2.])
+    """
+    for name, side in (("q_packed", q_packed), ("d_packed", d_packed)):
+        if not isinstance(side, PackedTensor):
+            raise UnsupportedDtype(f"{name}: a {type(side).__name__}, wanted a PackedTensor; pass nk.pack({name})")
+    queries, documents = _both(q_packed, d_packed)
+    return _score(queries, documents, None, 0 if queries.single else None, **options)
+
+
+def maxsim_pairs(q: Any, docs: Any, **options: Any) -> Any:
+    """Score the i-th query against the i-th document.
+
+    Parameters
+    ----------
+    q, docs : list of arrays, array, Collection or PackedTensor
+        As many queries as documents.
+    **options
+        As for `maxsim`; results lose the query axis.
+
+    Raises
+    ------
+    ShapeMismatch
+        The counts differ. Others as for `maxsim`.
+
+    Examples
+    --------
+    >>> queries, documents = np.float32([[[1, 0]], [[0, 1]]]), np.float32([[[2, 3]], [[4, 5]]])
+    >>> maxsim_pairs(queries, documents)
+    array([2., 5.])
+    """
+    queries, documents = _both(q, docs)
+    if len(queries) != len(documents):
+        raise ShapeMismatch(f"q: {len(queries)} queries, and docs: {len(documents)} documents; wanted as many")
+    indices = np.arange(len(queries))[:, None]
+    candidates = queries.row.read_candidates(indices, len(queries), documents)
+    return _score(queries, documents, candidates, 1, **options)
+
+
+def maxsim_candidates(q: Any, docs: Any, candidates: Any, **options: Any) -> Any:
+    """Score every query against its own list of documents, as in reranking and distillation.
+
+    Parameters
+    ----------
+    q, docs : list of arrays, array, Collection or PackedTensor
+    candidates : int array
+        ``[queries, count]`` indices of documents (``[count]`` for one query); -1 is none and scores like an empty
+        document.
+    **options
+        As for `maxsim`.
+
+    Returns
+    -------
+    array or MaxSimResult
+        Scores ``[queries, count]``, ``[count]`` for one 2-D query.
+
+    Raises
+    ------
+    IndexOutOfRange
+        Before anything is written. Others as for `maxsim`.
+
+    Examples
+    --------
+    >>> maxsim_candidates(np.float32([[1, 0]]), [np.float32([[2, 3]]), np.float32([[4, 5]])], [1, -1, 0])
+    array([  4., -inf,   2.])
+    """
+    queries, documents = _both(q, docs)
+    indices = queries.row.read_candidates(candidates, len(queries), documents)
+    return _score(queries, documents, indices, 0 if queries.single else None, **options)
+
+
+# ------------------------------------------------------------------------------------- top-k
+
+
+def _select_best(scores: np.ndarray, indices: np.ndarray, k: int, descending: bool) -> np.ndarray:
+    """Positions of the best k of one query: by score, then index; NaN last."""
+    keys = -scores if descending else scores
+    if k == 0:
+        return np.zeros(0, np.int64)
+    if k < len(keys):
+        last = np.partition(keys, k - 1)[k - 1]  # NumPy sorts NaN last
+        kept = np.flatnonzero(keys <= last) if last == last else np.arange(len(keys))
+    else:
+        kept = np.arange(len(keys))
+    return kept[np.lexsort((indices[kept], keys[kept]))[:k]]
+
+
+def _merge(scores: np.ndarray, indices: np.ndarray, k: int, descending: bool) -> tuple[np.ndarray, np.ndarray]:
+    if len(scores) == 0:
+        return scores[:, :k], indices[:, :k]
+    order = np.stack([_select_best(*row, k, descending) for row in zip(scores, indices)])
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(indices, order, axis=1)
+
+
+def _fill(scores: np.ndarray, indices: np.ndarray, k: int, worst: float) -> tuple[np.ndarray, np.ndarray]:
+    """Widen to k columns where there are fewer documents: index -1, the score of nothing."""
+    missing = ((0, 0), (0, k - scores.shape[1]))
+    return np.pad(scores, missing, constant_values=worst), np.pad(indices, missing, constant_values=-1)
+
+
+def _progress(progress: Any, total: int) -> Callable[[int], Any]:
+    if not progress:
+        return lambda count: None
+    if callable(progress):
+        return progress
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="doc").update
+
+
+def topk(
+    q: Any,
+    docs: Any,
+    k: int,
+    *,
+    candidates: Any = None,
+    screen: str = "auto",
+    block: int | None = None,
+    progress: Any = None,
+    metric: str = "dot",
+    reduction: str = "sum",
+    empty: float | None = None,
+    threads: int | None = None,
+) -> tuple[Any, Any]:
+    """Find the best k documents of every query, exactly.
+
+    Parameters
+    ----------
+    q, docs : array, list of arrays, Collection or PackedTensor
+    k : int
+    candidates : int array, optional
+        ``[queries, count]``: look only among these documents; -1 is none.
+    screen : {"auto", "never"}
+        Whether bounds may skip documents; the result is the same.
+    block : int, optional
+        Score this many documents at a time, which bounds the memory for scores.
+    progress : bool or callable, optional
+        True shows a bar; a callable gets the number of documents done, block by block.
+    metric, reduction, empty, threads
+        As for `maxsim`.
+
+    Returns
+    -------
+    scores, indices : arrays
+        ``[queries, k]``, int64 indices; ``[k]`` for one 2-D query. Best first (for angular: lowest first), ties by
+        index, then empty documents, NaN last; index -1 where there are fewer than k documents.
+
+    Raises
+    ------
+    InvalidArgument
+        k or block is not a count. Others as for `maxsim`.
+
+    Examples
+    --------
+    >>> topk(np.float32([[1, 0]]), [np.float32([[2, 3]]), np.float32([[4, 5]]), np.float32([[4, 6]])], 2)
+    (array([4., 4.]), array([1, 2]))
+    """
+    for name, value, least in (("k", k, 0), ("block", 1 if block is None else block, 1)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise InvalidArgument(f"{name}: {value!r}, wanted an integer of at least {least}")
+    if screen not in SCREENS:
+        raise InvalidArgument(f"screen: {screen!r}, wanted one of {', '.join(map(repr, SCREENS))}")
+    queries, documents = _both(q, docs)
+    options = {"metric": metric, "reduction": reduction, "empty": empty, "threads": threads}
+    descending = metric != "angular"
+    if candidates is not None:
+        indices = queries.row.read_candidates(candidates, len(queries), documents)
+        scores = _score(queries, documents, indices, None, **options)
+        best = _merge(scores, np.where(indices < 0, -1, indices - documents.begin), k, descending)
+    else:
+        best = _scan(queries, documents, k, block or max(1, len(documents)), progress, descending, options)
+    scores, indices = _fill(*best, k, -math.inf if descending else math.inf)
+    return (scores[0], indices[0]) if queries.single else (scores, indices)
+
+
+def _scan(
+    queries: PackedTensor,
+    documents: PackedTensor,
+    k: int,
+    block: int,
+    progress: Any,
+    descending: bool,
+    options: dict[str, Any],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Score block by block and keep the best k."""
+    advance = _progress(progress, len(documents))
+    best_scores = np.zeros((len(queries), 0), output_dtype(documents.dtype))
+    best_indices = np.zeros((len(queries), 0), np.int64)
+    for start in range(0, len(documents), block):
+        part = documents[start : start + block]
+        scores = _score(queries, part, None, None, **options)
+        indices = np.broadcast_to(np.arange(start, start + len(part)), scores.shape)
+        best_scores, best_indices = _merge(
+            np.concatenate([best_scores, scores], axis=1),
+            np.concatenate([best_indices, indices], axis=1),
+            k,
+            descending,
+        )
+        advance(len(part))
+    return best_scores, best_indices

@@ -1,0 +1,430 @@
+"""`PackedTensor`, an opaque packed collection, and `pack`, which makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .arrays import Collection, read_collection, read_indices
+from .backends import BACKENDS, select
+from .cpu import open_packed
+from .dtypes import name_of
+from .errors import (
+    BackendUnavailable,
+    DeviceMismatch,
+    IndexOutOfRange,
+    InvalidArgument,
+    ShapeMismatch,
+    UnsupportedDtype,
+)
+from .layout import Contents
+
+__all__ = ["PackedTensor", "from_bytes", "pack", "pack_collection", "pack_size", "packed_shape"]
+
+PRECISIONS = ("exact",)
+
+
+class PackedTensor:
+    """A packed ragged collection of token sets, or a range of one: made by `pack`, scored by `maxsim`.
+
+    It is opaque: no arithmetic, no elements. Its bytes never change, so threads may share it.
+
+    Attributes
+    ----------
+    depth : int
+    dtype : str
+        ``"bf16"``, ``"f16"`` or ``"f32"``.
+    precision : str
+        ``"exact"``.
+    device : str
+        ``"cpu"`` or ``"cuda:<index>"``.
+    backend : str
+        Name of the row that packed it, which is the row that scores it.
+    row : object
+        That row, see `backends`.
+    single : bool
+        Packed from one 2-D array: as a query its results have no query axis.
+    tokens : int
+        Tokens of all sets together.
+    buffer : array
+        The packed bytes (of the whole collection, for a range of one), uint8.
+
+    Examples
+    --------
+    >>> packed = pack([np.zeros((2, 4), np.float32), np.zeros((0, 4), np.float32), np.zeros((3, 4), np.float32)])
+    >>> len(packed), packed.depth, packed.lengths
+    (3, 4, array([2, 0, 3]))
+    >>> packed[1:].lengths, packed[[2, 0]].lengths, packed[-1].single
+    (array([0, 3]), array([3, 2]), True)
+    """
+
+    __slots__ = (
+        "_contents",
+        "_longest",
+        "begin",
+        "buffer",
+        "depth",
+        "device",
+        "dtype",
+        "end",
+        "pointer",
+        "row",
+        "runnable",
+        "single",
+        "tokens",
+    )
+
+    precision = "exact"
+
+    def __init__(
+        self,
+        contents: Contents,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        single: bool = False,
+        runnable: bool = True,
+    ) -> None:
+        self._contents = contents
+        self._longest: int | None = None
+        self.row, self.buffer, self.pointer, self.dtype, self.depth, offsets, self.device = contents
+        self.begin = begin
+        self.end = len(offsets) - 1 if end is None else end
+        self.tokens = int(offsets[self.end] - offsets[self.begin])
+        self.single = single
+        self.runnable = runnable
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __iter__(self) -> Iterator[PackedTensor]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        kind = "set" if self.single else f"collection of {len(self)}"
+        return (
+            f"<numkong_py.PackedTensor: {kind}, {self.tokens} tokens x {self.depth} {self.dtype}, {self.precision}, "
+            f"row {self.backend!r} on {self.device}, {self.nbytes} bytes>"
+        )
+
+    def __getitem__(self, key: Any) -> PackedTensor:
+        """One set or a range of sets without a copy, or a new packing of chosen sets.
+
+        Raises
+        ------
+        IndexOutOfRange
+            An index is outside the collection.
+        """
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step == 1:
+                return self._range(start, max(start, stop), single=False)
+            return self._gather(np.arange(start, stop, step))
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            index = self._within(int(key))
+            return self._range(index, index + 1, single=True)
+        return self._gather(self._chosen(key))
+
+    def _within(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexOutOfRange(f"index {index} is outside a collection of {len(self)}")
+        return index % len(self)
+
+    def _chosen(self, key: Any) -> np.ndarray:
+        mask = np.asarray(key) if isinstance(key, (list, np.ndarray)) else None
+        if mask is not None and mask.dtype == bool:
+            if mask.shape != (len(self),):
+                raise ShapeMismatch(f"index: a mask of shape {mask.shape}, wanted ({len(self)},)")
+            return np.flatnonzero(mask)
+        indices = read_indices(key, "index")
+        if indices.ndim != 1:
+            raise ShapeMismatch(f"index: shape {indices.shape}, wanted one dimension")
+        return np.array([self._within(int(index)) for index in indices], np.int64)
+
+    def _range(self, start: int, stop: int, single: bool) -> PackedTensor:
+        return PackedTensor(
+            self._contents, self.begin + start, self.begin + stop, single=single, runnable=self.runnable
+        )
+
+    def _gather(self, indices: np.ndarray) -> PackedTensor:
+        sets = [self[int(index)].unpack() for index in indices]
+        return pack_collection(self._collection(sets), self.row)
+
+    def _collection(self, x: Any) -> Collection:
+        return read_collection(x, "x", depth=self.depth, dtype=self.dtype)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where every set starts, in tokens: int64 [count + 1], from 0 to `tokens`."""
+        offsets = self._contents.offsets[self.begin : self.end + 1]
+        return offsets - offsets[0]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in every set: int64 [count]."""
+        return np.diff(self._contents.offsets[self.begin : self.end + 1])
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest set."""
+        if self._longest is None:
+            self._longest = self.tokens if len(self) == 1 else int(self.lengths.max(initial=0))
+        return self._longest
+
+    @property
+    def backend(self) -> str:
+        """Name of the row that packed it."""
+        return self.row.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed buffer; a range of a collection holds on to all of it."""
+        return self.buffer.nbytes
+
+    @property
+    def contents(self) -> Contents:
+        """The packed buffer and what its header says, for the row."""
+        return self._contents
+
+    def require(self) -> None:
+        """Raise unless the row that packed it can run here.
+
+        Raises
+        ------
+        BackendUnavailable
+        """
+        if not self.runnable:
+            raise BackendUnavailable(
+                f'packed by row {self.backend!r}, which is not available here: {self.row.reason}; pass .to("cpu") of it'
+            )
+
+    def to(self, backend_or_device: str) -> PackedTensor:
+        """Pack the stored tokens with another row, or with the best one of a device; itself if nothing changes.
+
+        Parameters
+        ----------
+        backend_or_device : str
+            A row's name, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
+
+        Raises
+        ------
+        BackendUnavailable, MissingKernel, InvalidArgument
+
+        Examples
+        --------
+        >>> pack(np.ones((2, 4), np.float32)).to("serial").backend
+        'serial'
+        """
+        kind = str(backend_or_device).partition(":")[0]
+        if kind in ("cpu", "cuda"):
+            row, device = select(self.dtype, kind), backend_or_device
+        else:
+            device = next((row.device for row in BACKENDS if row.name == backend_or_device), "cpu")
+            row = select(self.dtype, device, backend=backend_or_device)
+        if row is self.row and (device == kind or device == self.device):
+            return self
+        return pack_collection(self._collection(self.unpack()), row, device=device)
+
+    def unpack(self) -> Any:
+        """Give back the stored tokens, bit for bit: one array for a single set, else a list of arrays.
+
+        Examples
+        --------
+        >>> pack(np.float32([[1, 2]])).unpack()
+        array([[1., 2.]], dtype=float32)
+        """
+        offsets = self._contents.offsets[self.begin : self.end + 1]
+        tokens = self.row.unpack(self._contents, int(offsets[0]), int(offsets[-1]))
+        if self.single:
+            return tokens
+        edges = (offsets - offsets[0]).tolist()
+        return [tokens[start:stop] for start, stop in pairwise(edges)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self.begin == 0 and self.end == len(self._contents.offsets) - 1 and self.device == "cpu"
+        if whole:
+            return _restore, (self.buffer, self.single)
+        return _repack, (self.unpack(), self.single, self.depth, self.dtype, self.backend)
+
+
+def _restore(buffer: np.ndarray, single: bool) -> PackedTensor:
+    contents = open_packed(buffer)
+    return PackedTensor(contents, single=single, runnable=contents.row.available)
+
+
+def _repack(x: Any, single: bool, depth: int, dtype: str, backend: str) -> PackedTensor:
+    return pack_collection(read_collection(x, "x", depth=depth, dtype=dtype), select(dtype, backend=backend))
+
+
+def from_bytes(buffer: Any, *, single: bool = False) -> PackedTensor:
+    """Wrap packed bytes (a uint8 array, a memory map, anything with the buffer protocol) after checking them.
+
+    Nothing is copied unless the bytes start off a 16-byte boundary.
+
+    Raises
+    ------
+    LayoutMismatch
+        They are damaged, too few, or of another format.
+
+    Examples
+    --------
+    >>> from_bytes(pack(np.ones((2, 4), np.float32)).buffer).tokens
+    2
+    """
+    contents = open_packed(_as_bytes(buffer))
+    return PackedTensor(contents, single=single, runnable=contents.row.available)
+
+
+def _as_bytes(buffer: Any) -> np.ndarray:
+    try:
+        return np.frombuffer(buffer, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise UnsupportedDtype(
+            f"packed: a {type(buffer).__name__}, wanted a PackedTensor or contiguous bytes ({error})"
+        ) from error
+
+
+def pack_collection(
+    collection: Collection, row: Any, *, normalize: bool = False, device: str | None = None
+) -> PackedTensor:
+    """Pack a collection with a row that was selected for its dtype and device."""
+    if collection.device.partition(":")[0] != row.device and device is None:
+        raise DeviceMismatch(f"x: on {collection.device}, and row {row.name!r} works on {row.device}; pass device=")
+    return PackedTensor(row.pack(collection, normalize), single=collection.single)
+
+
+def pack(
+    x: Any,
+    *,
+    offsets: Any = None,
+    lengths: Any = None,
+    mask: Any = None,
+    dtype: Any = None,
+    depth: int | None = None,
+    precision: str = "exact",
+    normalize: bool = False,
+    backend: str | None = None,
+    capabilities: int | None = None,
+    device: str | None = None,
+    check_finite: bool = False,
+) -> PackedTensor:
+    """Pack token vectors once, for any number of scorings.
+
+    Parameters
+    ----------
+    x : array, list of arrays or Collection
+        ``[n, depth]`` one set; a list of ``[n_i, depth]``; ``[total, depth]`` with `offsets`; ``[count, longest,
+        depth]`` with `lengths`, `mask` or neither. bf16, f16 or f32 of any strides.
+    offsets, lengths, mask : array, optional
+        See `collection`.
+    dtype : str or dtype, optional
+        Element type to insist on; ``"bf16"`` reads uint16 arrays as bfloat16 bits.
+    depth : int, optional
+        Depth of an empty list.
+    precision : {"exact"}
+        ``"exact"`` keeps the vectors bit for bit.
+    normalize : bool
+        Store every token divided by its L2 norm, rounded to its dtype; zero tokens stay.
+    backend : str, optional
+        Name of a row to force.
+    capabilities : Capability, optional
+        Choose the best row within this mask.
+    device : str, optional
+        Where to pack: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"``. Default: where x is.
+    check_finite : bool
+        Refuse NaN and infinities.
+
+    Returns
+    -------
+    PackedTensor
+
+    Raises
+    ------
+    UnsupportedDtype, ShapeMismatch, DeviceMismatch, MissingKernel, BackendUnavailable, InvalidArgument
+
+    Examples
+    --------
+    >>> pack(np.ones((3, 8), np.float32), backend="serial").backend
+    'serial'
+    """
+    if isinstance(x, PackedTensor):
+        raise InvalidArgument("x: packed already; x.to(backend) packs it with another row")
+    if precision not in PRECISIONS:
+        raise InvalidArgument(f"precision: {precision!r}; this version has {', '.join(map(repr, PRECISIONS))}")
+    found = read_collection(x, "x", offsets=offsets, lengths=lengths, mask=mask, dtype=dtype, depth=depth)
+    row = select(found.dtype, device or found.device, backend=backend, capabilities=capabilities)
+    packed = pack_collection(found, row, normalize=normalize, device=device)
+    if check_finite:
+        _check_finite(packed)
+    return packed
+
+
+def _check_finite(packed: PackedTensor) -> None:
+    token = packed.row.first_nonfinite(packed.contents)
+    if token is None:
+        return
+    document = int(np.searchsorted(packed.offsets, token, side="right")) - 1
+    raise InvalidArgument(
+        f"x: document {document} has a NaN or an infinity in its valid token {token - int(packed.offsets[document])}; "
+        "remove it, mask it, or pass check_finite=False"
+    )
+
+
+def pack_size(
+    count: int,
+    depth: int,
+    dtype: Any,
+    *,
+    documents: int = 1,
+    backend: str | None = None,
+    capabilities: int | None = None,
+) -> int:
+    """Bytes of a packed buffer.
+
+    Parameters
+    ----------
+    count : int
+        Tokens of all documents together.
+    depth : int
+    dtype : str or dtype
+    documents : int
+        Sets that the tokens belong to.
+    backend, capabilities
+        As for `pack`.
+
+    Raises
+    ------
+    MissingKernel, BackendUnavailable, ShapeMismatch
+
+    Examples
+    --------
+    >>> pack_size(2, 4, "f32") == pack(np.ones((2, 4), np.float32)).nbytes
+    True
+    """
+    for name, value in (("count", count), ("depth", depth), ("documents", documents)):
+        if value < (name == "depth"):
+            raise ShapeMismatch(f"{name}: {value}, wanted at least {int(name == 'depth')}")
+    name = name_of(dtype)
+    row = select(name, backend=backend, capabilities=capabilities)
+    return row.pack_size(documents, count, depth, name)
+
+
+def packed_shape(packed: Any) -> tuple[int, int]:
+    """Tokens and depth of a `PackedTensor` or of raw packed bytes, which are checked.
+
+    Raises
+    ------
+    LayoutMismatch
+        The bytes are not a packed buffer, or are damaged.
+
+    Examples
+    --------
+    >>> packed_shape(pack(np.ones((3, 8), np.float32)))
+    (3, 8)
+    """
+    if not isinstance(packed, PackedTensor):
+        packed = from_bytes(packed)
+    return packed.tokens, packed.depth

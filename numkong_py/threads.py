@@ -1,0 +1,69 @@
+"""Thread pools of this process: made on first use, kept, and forgotten by a forked child."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .errors import InvalidArgument
+
+__all__ = ["run_all", "thread_count", "usable_cpus"]
+
+# A thread costs about 20 us to hand work to, which is what one core needs for this many multiply-adds.
+WORK_PER_THREAD = 1 << 21
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child the parent's threads do not exist, and its lock may be held for ever."""
+    global _lock
+    _pools.clear()
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def usable_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_count(threads: int | None, work: int) -> int:
+    """Threads for a job of so many multiply-adds: as many as asked for, else as many as the work is worth.
+
+    Examples
+    --------
+    >>> thread_count(8, 1), thread_count(None, 1000)
+    (8, 1)
+    """
+    if threads is None:
+        return 1 if work < 2 * WORK_PER_THREAD else min(usable_cpus(), work // WORK_PER_THREAD)
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise InvalidArgument(f"threads: {threads!r}, wanted None or an integer of at least 1")
+    return threads
+
+
+def run_all(function: Callable[[Any], Any], pieces: Sequence[Any]) -> None:
+    """Call the function on every piece, the first one here and the others on threads; wait for all."""
+    if len(pieces) == 1:
+        function(pieces[0])
+        return
+    with _lock:
+        pool = _pools.get(len(pieces))
+        if pool is None:
+            pool = _pools[len(pieces)] = ThreadPoolExecutor(len(pieces) - 1, thread_name_prefix="numkong_py")
+    futures = [pool.submit(function, piece) for piece in pieces[1:]]
+    try:
+        function(pieces[0])
+    finally:
+        for future in futures:
+            future.exception()  # the buffers must not go away under a running thread
+    for future in futures:
+        future.result()
