@@ -17,6 +17,7 @@ NK_TARGET_BEGIN(NK_ICELAKE_TARGET)
 #define NK_CODE_BIAS_ 128
 
 #include "../kernels/x86_v4.inc"
+#include "../kernels/transpose.inc"
 #include "../kernels/x86_vnni512.inc"
 #include "../packing.inc"
 #include "../scoring.inc"

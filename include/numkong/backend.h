@@ -56,6 +56,9 @@ NK_PUBLIC nk_status_t nk_packed_check_offsets(void const *packed, nk_size_t begi
 void nk_packed_begin(nk_maxsim_pack_t const *job, nk_packed_header_t const *header);
 void nk_packed_seal(nk_maxsim_pack_t const *job, nk_packed_header_t const *header);
 
+/* What a register tile multiplies: 32-bit words of four int8 codes, of one f32, or of two bf16. */
+typedef enum nk_operation_t { nk_multiply_codes_k, nk_multiply_f32_k, nk_multiply_bf16_k } nk_operation_t;
+
 /* Bytes per element; 0 for an unknown dtype. */
 nk_size_t nk_dtype_bytes(nk_dtype_t dtype);
 

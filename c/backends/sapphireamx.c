@@ -1,0 +1,173 @@
+/* sapphireamx.c: AMX. TDPBSUD multiplies 16 query tokens by 16 document tokens over 64 dimensions: signed query codes on
+ * the rows of one tile, and on the other a slice of the screening plane as it lies in memory, 16 depth steps by 16 tokens
+ * of 4 unsigned codes. The int32 sums are exact and the bias leaves with the preset, as in icelake.
+ *
+ *   tiles 0..3  sums of  query rows 0..15 | 16..31  x  document tile | next document tile
+ *   tiles 4, 5  query rows     6, 7  document tiles
+ *
+ * All slices have the same number of depth steps, so one shape of the tiles does: where the steps do not divide evenly the
+ * last slice begins early, and its query codes are zero for the steps that it repeats. Tiles do no floating point here:
+ * pair values are the f64 dots of x86_v4.inc. */
+#define _GNU_SOURCE /* syscall() */
+#include <numkong/backend.h>
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <immintrin.h>
+#if defined(__linux__) && !defined(NK_EMULATED)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#ifndef NK_SAPPHIREAMX_TARGET
+#define NK_SAPPHIREAMX_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8"
+#endif
+
+/* Linux keeps the tiles closed to a process until it asks; threads and forks inherit the answer. */
+static nk_status_t nk_enter_thread_(void) {
+#if defined(__linux__) && !defined(NK_EMULATED)
+    static volatile int granted; /* only ever goes from 0 to 1 */
+    enum { arch_req_xcomp_perm_k = 0x1023, tile_data_k = 18 };
+    if (granted) return nk_success_k;
+    if (syscall(SYS_arch_prctl, arch_req_xcomp_perm_k, tile_data_k) != 0) return nk_permission_denied_k;
+    granted = 1;
+#endif
+    return nk_success_k;
+}
+
+NK_TARGET_BEGIN(NK_SAPPHIREAMX_TARGET)
+
+#define NK_TILE_TOKENS_ 16
+#define NK_QUERY_GROUP_ 1 /* codes of one query token lie together: a row of a tile */
+#define NK_CODE_LIMIT_ 127
+#define NK_CODE_BIAS_ 128
+
+#include "../kernels/x86_v4.inc"
+#include "../kernels/transpose.inc"
+#include "../kernels/x86_direct_rows.inc"
+
+enum { nk_tile_rows_k = 16, nk_tile_row_bytes_k = 64, nk_screen_rows_k = 2 * nk_tile_rows_k };
+
+/* The intrinsics' assembly (gcc 12) does not name the memory that it reads: stores before it are completed here. */
+NK_INLINE void nk_settle_stores_(void) { __asm__ volatile("" ::: "memory"); }
+
+typedef struct nk_tile_config_t {
+    nk_u8_t palette, start_row, reserved[14];
+    nk_u16_t row_bytes[16];
+    nk_u8_t rows[16];
+} nk_tile_config_t;
+
+static void nk_shape_tile_(nk_tile_config_t *config, int tile, nk_size_t rows, nk_size_t row_bytes) {
+    config->rows[tile] = (nk_u8_t)rows;
+    config->row_bytes[tile] = (nk_u16_t)(rows ? row_bytes : 0);
+}
+
+/* Shapes for `count` query tokens, at most 32, and slices of `steps` depth steps. */
+static void nk_configure_tiles_(nk_size_t count, nk_size_t steps) {
+    nk_size_t const upper = count < nk_tile_rows_k ? count : nk_tile_rows_k, lower = count - upper;
+    nk_tile_config_t config;
+    memset(&config, 0, sizeof(config));
+    config.palette = 1;
+    nk_shape_tile_(&config, 0, upper, nk_tile_row_bytes_k);
+    nk_shape_tile_(&config, 1, lower, nk_tile_row_bytes_k);
+    nk_shape_tile_(&config, 2, upper, nk_tile_row_bytes_k);
+    nk_shape_tile_(&config, 3, lower, nk_tile_row_bytes_k);
+    nk_shape_tile_(&config, 4, upper, steps * 4);
+    nk_shape_tile_(&config, 5, lower, steps * 4);
+    nk_shape_tile_(&config, 6, steps, nk_tile_row_bytes_k);
+    nk_shape_tile_(&config, 7, steps, nk_tile_row_bytes_k);
+    nk_settle_stores_();
+    _tile_loadconfig(&config);
+}
+
+/* Up to 32 query tokens, cut into slices of equal depth. */
+typedef struct nk_sliced_queries_t {
+    nk_size_t count, steps, slices, slice_steps;
+    nk_i8_t const *codes;
+    nk_i8_t last[nk_screen_rows_k * nk_tile_row_bytes_k]; /* rows of the last slice */
+} nk_sliced_queries_t;
+
+static void nk_slice_queries_(nk_i8_t const *codes, nk_size_t count, nk_size_t steps, nk_sliced_queries_t *queries) {
+    queries->count = count;
+    queries->steps = steps;
+    queries->slices = (steps + nk_tile_rows_k - 1) / nk_tile_rows_k;
+    queries->slice_steps = (steps + queries->slices - 1) / queries->slices;
+    queries->codes = codes;
+    nk_size_t const repeated = queries->slices * queries->slice_steps - steps;
+    for (nk_size_t row = 0; row != count; ++row) {
+        nk_i8_t *const to = queries->last + row * nk_tile_row_bytes_k;
+        memcpy(to, codes + ((row + 1) * steps - queries->slice_steps) * 4, queries->slice_steps * 4);
+        memset(to, 0, repeated * 4);
+    }
+}
+
+/* Tiles want their numbers as literals, so what depends on the shape of the work is a constant of each inlined copy. */
+NK_INLINE void nk_multiply_tiles_(int const lower, int const pair, nk_sliced_queries_t const *queries,
+                                  nk_u8_t const *plane, nk_i32_t *sums) {
+    nk_size_t const tile_bytes = queries->steps * nk_tile_row_bytes_k;
+    _tile_zero(0);
+    if (lower) _tile_zero(1);
+    if (pair) _tile_zero(2);
+    if (lower && pair) _tile_zero(3);
+    for (nk_size_t slice = 0; slice != queries->slices; ++slice) {
+        int const last = slice + 1 == queries->slices;
+        nk_size_t const step = last ? queries->steps - queries->slice_steps : slice * queries->slice_steps;
+        nk_size_t const stride = last ? nk_tile_row_bytes_k : queries->steps * 4;
+        nk_i8_t const *const rows = last ? queries->last : queries->codes + step * 4;
+        nk_u8_t const *const documents = plane + step * nk_tile_row_bytes_k;
+        _tile_loadd(4, rows, stride);
+        _tile_loadd(6, documents, nk_tile_row_bytes_k);
+        _tile_dpbsud(0, 4, 6);
+        if (lower) {
+            _tile_loadd(5, rows + nk_tile_rows_k * stride, stride);
+            _tile_dpbsud(1, 5, 6);
+        }
+        if (pair) {
+            _tile_loadd(7, documents + tile_bytes, nk_tile_row_bytes_k);
+            _tile_dpbsud(2, 4, 7);
+        }
+        if (lower && pair) _tile_dpbsud(3, 5, 7);
+    }
+    _tile_stored(0, sums, nk_tile_row_bytes_k);
+    if (lower) _tile_stored(1, sums + 256, nk_tile_row_bytes_k);
+    if (pair) _tile_stored(2, sums + 512, nk_tile_row_bytes_k);
+    if (lower && pair) _tile_stored(3, sums + 768, nk_tile_row_bytes_k);
+}
+
+static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale, nk_u8_t const *codes,
+                       nk_i32_t const *preset, nk_size_t count, nk_size_t steps, nk_f32_t *values,
+                       nk_size_t value_stride) {
+    nk_sliced_queries_t queries;
+    nk_i32_t sums[1024];
+    if (!steps) return; /* tokens without elements: nothing is screened */
+    for (nk_size_t first = 0; first < count; first += nk_screen_rows_k) {
+        nk_size_t const rows = count - first < nk_screen_rows_k ? count - first : nk_screen_rows_k;
+        nk_slice_queries_((nk_i8_t const *)codes + first * steps * 4, rows, steps, &queries);
+        nk_configure_tiles_(rows, queries.slice_steps);
+        for (nk_size_t tile = 0; tile < tiles; tile += 2) {
+            int const pair = tiles - tile > 1;
+            nk_u8_t const *const at = plane + tile * steps * nk_tile_row_bytes_k;
+            if (rows > nk_tile_rows_k && pair) nk_multiply_tiles_(1, 1, &queries, at, sums);
+            else if (rows > nk_tile_rows_k) nk_multiply_tiles_(1, 0, &queries, at, sums);
+            else if (pair) nk_multiply_tiles_(0, 1, &queries, at, sums);
+            else nk_multiply_tiles_(0, 0, &queries, at, sums);
+            for (nk_size_t row = 0; row != rows; ++row)
+                for (int of = 0; of <= pair; ++of) {
+                    __m512i const sum = _mm512_add_epi32(_mm512_loadu_si512(sums + of * 512 + row * 16),
+                                                         _mm512_set1_epi32(preset[first + row]));
+                    _mm512_storeu_ps(values + (first + row) * value_stride + (tile + (nk_size_t)of) * 16,
+                                     _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(scale + (tile + (nk_size_t)of) * 16)));
+                }
+        }
+    }
+    _tile_release();
+}
+
+#include "../packing.inc"
+#include "../scoring.inc"
+
+NK_TARGET_END
+
+nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {NK_TILE_TOKENS_, nk_enter_thread_, nk_pack_rows_,
+                                                             nk_score_corpus_};
