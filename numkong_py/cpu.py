@@ -239,23 +239,24 @@ class CpuRow:
 
     def pack(self, collection: Collection, normalize: bool = False) -> Contents:
         """Pack a collection in host memory into a new uint8 array."""
-        runs, offsets = collection.runs, collection.offsets
-        tokens = int(offsets[-1])
-        buffer = aligned_bytes(self.pack_size(len(collection), tokens, collection.depth, collection.dtype))
+        runs = collection.runs
+        offsets = np.ascontiguousarray(collection.offsets, np.uint64)  # named, to outlive the call
+        buffer = aligned_bytes(self.pack_size(len(collection), int(offsets[-1]), collection.depth, collection.dtype))
         job = ffi.new("nk_maxsim_pack_t *")
         job.tokens.runs = len(runs.pointers)
         job.tokens.pointers = ffi.from_buffer("nk_u64_t[]", runs.pointers)
         job.tokens.counts = ffi.from_buffer("nk_u64_t[]", runs.counts)
         job.tokens.row_strides = ffi.from_buffer("nk_i64_t[]", runs.row_strides)
         job.tokens.element_strides = ffi.from_buffer("nk_i64_t[]", runs.element_strides)
-        job.offsets = ffi.from_buffer("nk_u64_t[]", offsets.astype(np.uint64))
+        job.offsets = ffi.from_buffer("nk_u64_t[]", offsets)
         job.documents = len(collection)
         job.depth = collection.depth
         job.normalize = normalize
         job.packed = ffi.from_buffer(buffer)
         pack = getattr(lib, f"nk_maxsim_pack_corpus_{collection.dtype}_best")
         check(pack(job, self._mask, ffi.NULL), "pack")
-        return Contents(self, buffer, ffi.from_buffer(buffer), collection.dtype, collection.depth, offsets, self.device)
+        buffer.flags.writeable = False
+        return _contents(self, buffer)
 
     def read_candidates(self, candidates: Any, rows: int, documents: Any) -> np.ndarray:
         """Document indices [rows, count] as `score` takes them: checked, and counted within the documents' buffer."""
@@ -446,6 +447,12 @@ def row_of_layout(layout: int) -> CpuRow:
     raise LayoutMismatch(f"packed: layout {layout} belongs to no CPU row of this version; pack again")
 
 
+def _contents(row: CpuRow, buffer: np.ndarray) -> Contents:
+    header = read_header(buffer)
+    offsets = buffer[header.offsets_at : header.offsets_at + 8 * (header.documents + 1)].view(np.int64)
+    return Contents(row, buffer, ffi.from_buffer(buffer), DTYPE_NAMES[header.dtype], header.depth, offsets, row.device)
+
+
 def open_packed(buffer: np.ndarray) -> Contents:
     """Check packed bytes (header, size, document offsets) and read what they hold; bytes off a boundary are copied.
 
@@ -470,6 +477,4 @@ def open_packed(buffer: np.ndarray) -> Contents:
         raise BackendUnavailable(f"{what} of row {row.name!r}: {row.reason}; unpack where it was packed, pack here")
     check(status, what)
     check(lib.nk_packed_check_offsets(ffi.from_buffer(buffer), 0, header.documents), f"{what}, document offsets")
-    offsets = buffer[header.offsets_at : header.offsets_at + 8 * (header.documents + 1)].view(np.int64)
-    row = row_of_layout(header.layout)
-    return Contents(row, buffer, ffi.from_buffer(buffer), DTYPE_NAMES[header.dtype], header.depth, offsets, row.device)
+    return _contents(row_of_layout(header.layout), buffer)

@@ -1,4 +1,4 @@
-"""Thread pools of this process: made on first use, kept, and forgotten by a forked child."""
+"""The thread pool of this process: made on first use, kept, and forgotten by a forked child."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ __all__ = ["run_all", "thread_count", "usable_cpus"]
 # A thread costs about 20 us to hand work to, which is what one core needs for this many multiply-adds.
 WORK_PER_THREAD = 1 << 21
 
-_pools: dict[int, ThreadPoolExecutor] = {}
+MOST_THREADS = 256  # started one by one, as work needs them
+
+_pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
 def _forget() -> None:
     """In a forked child the parent's threads do not exist, and its lock may be held for ever."""
-    global _lock
-    _pools.clear()
-    _lock = threading.Lock()
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -55,10 +56,9 @@ def run_all(function: Callable[[Any], Any], pieces: Sequence[Any]) -> None:
     if len(pieces) == 1:
         function(pieces[0])
         return
+    global _pool
     with _lock:
-        pool = _pools.get(len(pieces))
-        if pool is None:
-            pool = _pools[len(pieces)] = ThreadPoolExecutor(len(pieces) - 1, thread_name_prefix="numkong_py")
+        _pool = pool = _pool or ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="numkong_py")
     futures = [pool.submit(function, piece) for piece in pieces[1:]]
     try:
         function(pieces[0])
