@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from .cpu import cpu_rows, kernel_kinds
+from .cuda import cuda_rows
 from .dtypes import name_of
 from .errors import BackendUnavailable, DeviceMismatch, InvalidArgument, MissingKernel
-
-try:
-    from .cuda import cuda_rows
-except ImportError:
-
-    def cuda_rows() -> tuple[Any, ...]:
-        return ()
-
 
 __all__ = ["BACKENDS", "backends", "find_kernel", "select"]
 
 BACKENDS = (*cuda_rows(), *cpu_rows())
+DEVICES = ("cpu", "cuda")
 
 
 def backends() -> tuple[Any, ...]:
@@ -53,12 +47,15 @@ def _named(backend: Any, dtype: str, device: str) -> Any:
     if not found:
         raise InvalidArgument(f"backend: {backend!r} is no row; wanted one of {', '.join(r.name for r in BACKENDS)}")
     row = found[0]
+    peers = [other for other in BACKENDS if other.device == row.device]
     if dtype not in row.dtypes:
-        others = ", ".join(other.name for other in BACKENDS if dtype in other.dtypes)
+        others = ", ".join(other.name for other in peers if dtype in other.dtypes)
         raise MissingKernel(f"backend: {row.name!r} has no {dtype} kernel; pass backend=None or one of {others}")
     if not row.available:
-        usable = ", ".join(other.name for other in BACKENDS if other.available)
-        raise BackendUnavailable(f"backend: {row.name!r} is not available: {row.reason}; available here: {usable}")
+        usable = ", ".join(other.name for other in peers if other.available) or "none"
+        raise BackendUnavailable(
+            f"backend: {row.name!r} is not available: {row.reason}; available on {row.device}: {usable}"
+        )
     if row.device != _device_kind(device):
         raise DeviceMismatch(f"backend: {row.name!r} works on {row.device}, and the array is on {device}")
     return row
@@ -76,9 +73,11 @@ def select(dtype: str, device: str = "cpu", *, backend: Any = None, capabilities
     >>> select("f32", capabilities=1).name
     'serial'
     """
+    kind = _device_kind(device)
+    if kind not in DEVICES:
+        raise InvalidArgument(f"device: {device!r}, wanted cpu, cuda or cuda:<index>")
     if backend is not None:
         return _named(backend, dtype, device)
-    kind = _device_kind(device)
     for row in BACKENDS:
         if row.device != kind or dtype not in row.dtypes or not row.available:
             continue

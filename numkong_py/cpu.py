@@ -25,7 +25,7 @@ from .errors import (
     ShapeMismatch,
     UnsupportedDtype,
 )
-from .layout import Contents, aligned_bytes, read_header
+from .layout import MAGIC, Contents, aligned_bytes, read_header
 from .reference import MaxSimResult
 from .threads import run_all, thread_count
 
@@ -278,7 +278,7 @@ class CpuRow:
         return np.ascontiguousarray(indices)
 
     def check_output(self, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The caller's array for scores, if they can be written to it in place."""
+        """The caller's array for scores, if scores can be written to it; any strides will do."""
         fix = f"pass np.empty({shape}, np.{dtype})"
         if not isinstance(out, np.ndarray):
             raise UnsupportedDtype(f"out: a {type(out).__name__}, wanted a NumPy array; {fix}")
@@ -286,8 +286,8 @@ class CpuRow:
             raise UnsupportedDtype(f"out: dtype {out.dtype}, wanted {dtype}; {fix}")
         if out.shape != shape:
             raise ShapeMismatch(f"out: shape {out.shape}, wanted {shape}; {fix}")
-        if not out.flags.c_contiguous or not out.flags.writeable:
-            raise InvalidArgument(f"out: strides {out.strides}, read-only or not contiguous; {fix}")
+        if not out.flags.writeable:
+            raise InvalidArgument(f"out: read-only; {fix}")
         return out
 
     def unpack(self, contents: Contents, begin: int, end: int) -> np.ndarray:
@@ -475,6 +475,8 @@ def open_packed(buffer: np.ndarray) -> Contents:
     if status == lib.nk_missing_kernel_k:
         row = row_of_layout(header.layout)
         raise BackendUnavailable(f"{what} of row {row.name!r}: {row.reason}; unpack where it was packed, pack here")
+    if buffer[: len(MAGIC)].tobytes() == MAGIC and header.total_bytes > buffer.nbytes:
+        raise LayoutMismatch(f"{what}, and its header says {header.total_bytes}: truncated or damaged; pack again")
     check(status, what)
     check(lib.nk_packed_check_offsets(ffi.from_buffer(buffer), 0, header.documents), f"{what}, document offsets")
     return _contents(row_of_layout(header.layout), buffer)

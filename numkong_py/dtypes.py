@@ -60,6 +60,8 @@ def conversion(dtype: np.dtype, argument: str) -> str:
     """Expression that turns an array of another type into a scored one, for error messages."""
     if dtype.kind == "f" and not dtype.isnative:
         return f'{argument}.astype({argument}.dtype.newbyteorder("="))'
+    if dtype == np.dtype("V2"):  # how NumPy saves bfloat16 to a file
+        return f'{argument}.view(np.uint16) with dtype="bf16"'
     if dtype.itemsize == 2 and dtype.kind in "ui":
         return f'dtype="bf16" if these are the bits of bfloat16 numbers, else {argument}.astype(np.float32)'
     return f"{argument}.astype(np.float32)"

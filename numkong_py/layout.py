@@ -8,9 +8,11 @@ import numpy as np
 
 from .errors import LayoutMismatch
 
-__all__ = ["ALIGNMENT", "HEADER", "Contents", "Header", "aligned_bytes", "read_header"]
+__all__ = ["ALIGNMENT", "HEADER", "MAGIC", "Contents", "Header", "aligned_bytes", "read_header"]
 
 ALIGNMENT = 64  # of every region from the start of a buffer, and of the buffers allocated here
+
+MAGIC = b"NKPACK\0\0"  # the first bytes of every packed buffer
 
 HEADER = np.dtype(
     [

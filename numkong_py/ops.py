@@ -114,7 +114,8 @@ def _score(
     if out is not None:
         full = (len(queries), len(documents) if candidates is None else candidates.shape[1])
         shape = full if axis is None else full[1 - axis : 2 - axis]
-        target = row.check_output(out, shape, output_dtype(documents.dtype)).reshape(full)
+        out = row.check_output(out, shape, output_dtype(documents.dtype))
+        target = out.reshape(full) if out.flags.c_contiguous else None
     result = row.score(
         queries,
         documents,
@@ -128,7 +129,11 @@ def _score(
         return_bounds=return_bounds,
         threads=threads,
     )
-    scores = out if out is not None else _drop(result.scores, axis)
+    scores = _drop(result.scores, axis)
+    if out is not None:
+        if target is None:
+            out[...] = scores
+        scores = out
     if not (return_argmax or return_token_scores or return_bounds):
         return scores
     return MaxSimResult(scores, *(None if array is None else _drop(array, axis) for array in result[1:]))
@@ -309,8 +314,6 @@ def maxsim_candidates(q: Any, docs: Any, candidates: Any, **options: Any) -> Any
 def _select_best(scores: np.ndarray, indices: np.ndarray, k: int, descending: bool) -> np.ndarray:
     """Positions of the best k of one query: by score, then index; NaN last."""
     keys = -scores if descending else scores
-    if k == 0:
-        return np.zeros(0, np.int64)
     if k < len(keys):
         last = np.partition(keys, k - 1)[k - 1]  # NumPy sorts NaN last
         kept = np.flatnonzero(keys <= last) if last == last else np.arange(len(keys))
@@ -389,7 +392,7 @@ def topk(
     >>> topk(np.float32([[1, 0]]), [np.float32([[2, 3]]), np.float32([[4, 5]]), np.float32([[4, 6]])], 2)
     (array([4., 4.]), array([1, 2]))
     """
-    for name, value, least in (("k", k, 0), ("block", 1 if block is None else block, 1)):
+    for name, value, least in (("k", k, 1), ("block", 1 if block is None else block, 1)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
             raise InvalidArgument(f"{name}: {value!r}, wanted an integer of at least {least}")
     if screen not in SCREENS:

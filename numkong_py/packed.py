@@ -78,6 +78,7 @@ class PackedTensor:
     )
 
     precision = "exact"
+    __array_ufunc__ = None  # NumPy's operators refuse it instead of taking it for a sequence
 
     def __init__(
         self,
@@ -99,6 +100,9 @@ class PackedTensor:
 
     def __len__(self) -> int:
         return self.end - self.begin
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise UnsupportedDtype("a PackedTensor is no array; its vectors are in .unpack()")
 
     def __iter__(self) -> Iterator[PackedTensor]:
         return (self[index] for index in range(len(self)))
