@@ -10,6 +10,8 @@ import platform
 import sys
 import tempfile
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,10 @@ def _load_arrays(path: Path) -> dict[str, Any]:
             from safetensors.numpy import load_file
         except ImportError as error:
             raise InvalidArgument(f"{path}: needs safetensors; pip install 'numkong-py[safetensors]'") from error
-        return load_file(path)
+        try:
+            return load_file(path)
+        except Exception as error:  # its own exception derives from nothing narrower
+            raise CorruptFile(f"{path}: {error}") from error
     raise InvalidArgument(f"{path}: unknown kind of file; wanted .npy, .npz, .safetensors or a file made by `pack`")
 
 
@@ -71,7 +76,7 @@ def _as_tokens(array: np.ndarray, dtype: str | None) -> np.ndarray:
 def _read_collection(path: Path, dtype: str | None) -> Collection:
     try:
         arrays = _load_arrays(path)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CorruptFile(f"{path}: {error}") from error
     extras = {name: arrays.pop(name) for name in RAGGED_KEYS if name in arrays}
     found = [_as_tokens(array, dtype) for array in arrays.values()]
