@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -116,7 +116,7 @@ def _device_view(x: Any, argument: str, dtype: str | None) -> ArrayView:
     numpy_dtype = np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
     strides = interface.get("strides") or _contiguous_strides(shape, numpy_dtype.itemsize)
-    found = _element_name(numpy_dtype, argument, dtype, f"dtype {numpy_dtype}, shape {shape}, on {device}")
+    found = _element_name(numpy_dtype, argument, dtype, shape, f"on {device}")
     return ArrayView(x, interface["data"][0], shape, tuple(strides), found, device)
 
 
@@ -127,19 +127,20 @@ def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...
     return tuple(reversed(strides))
 
 
-def _element_name(found: np.dtype, argument: str, dtype: str | None, description: str) -> str:
+def _element_name(found: np.dtype, argument: str, dtype: str | None, shape: tuple[int, ...], where: str) -> str:
     """Short name of an array's element type; `dtype` may give 16-bit integers a meaning, and nothing is converted."""
     name = find_name(found)
     if name is None and dtype in ("bf16", "f16") and found.itemsize == 2 and found.kind in "ui" and found.isnative:
         return dtype
     if name is None:
         raise UnsupportedDtype(
-            f"{argument}: {description}; wanted bf16, f16 or f32 in native byte order; "
+            f"{argument}: dtype {found}, shape {shape}, {where}; wanted bf16, f16 or f32 in native byte order; "
             f"pass {conversion(found, argument)}"
         )
     if dtype is not None and name != dtype:
         raise UnsupportedDtype(
-            f"{argument}: {description}; dtype={dtype!r} was asked for and nothing is converted silently; "
+            f"{argument}: dtype {found}, shape {shape}, {where}; dtype={dtype!r} was asked for, and nothing is "
+            "converted silently; "
             f"pass {argument}.astype({_numpy_name(dtype)})"
         )
     return name
@@ -176,7 +177,7 @@ def view(x: Any, argument: str = "x", dtype: str | None = None) -> ArrayView:
     if device_of(x, argument) != "cpu":
         return _device_view(x, argument, dtype)
     array = _host_array(x, argument)
-    name = _element_name(array.dtype, argument, dtype, _describe(array))
+    name = _element_name(array.dtype, argument, dtype, array.shape, "on the host")
     return ArrayView(array, array.__array_interface__["data"][0], array.shape, array.strides, name, "cpu")
 
 
@@ -267,8 +268,10 @@ class Collection:
 
     Attributes
     ----------
-    views : tuple of ArrayView
-        The arrays, one for every set of a list, else one.
+    source : array or tuple of arrays
+        What the caller gave.
+    owners : tuple
+        What keeps the elements alive.
     depth : int
     dtype : str
         ``"bf16"``, ``"f16"`` or ``"f32"``.
@@ -284,7 +287,8 @@ class Collection:
         `offsets`, `lengths` or `mask` as they were given.
     """
 
-    views: tuple[ArrayView, ...]
+    source: Any
+    owners: tuple[Any, ...]
     depth: int
     dtype: str
     device: str
@@ -298,7 +302,7 @@ class Collection:
             return len(self.offsets) - 1
         if "offsets" in self.extras:
             return len(self.extras["offsets"]) - 1
-        return 1 if self.single else self.views[0].shape[0]
+        return 1 if self.single else len(self.source)
 
     def __repr__(self) -> str:
         kind = "set" if self.single else "collection"
@@ -389,9 +393,8 @@ def read_collection(
     array = view(x, argument, wanted)
     _check_shape(array, argument, extras)
     if array.device != "cpu":
-        return Collection(
-            (array,), array.shape[-1], array.dtype, array.device, _is_single(array, extras), extras=extras
-        )
+        single = len(array.shape) == 2 and "offsets" not in extras
+        return Collection(x, (array.owner,), array.shape[-1], array.dtype, array.device, single, extras=extras)
     if "offsets" in extras:
         bounds = _read_offsets(offsets, array.shape[0])
         return _host_collection(array, bounds, _one_run(array), single=False, extras={"offsets": bounds})
@@ -406,10 +409,6 @@ def _unchanged(x: Collection, argument: str, extras: dict[str, Any], dtype: Any)
     if dtype is not None and name_of(dtype) != x.dtype:
         raise UnsupportedDtype(f"{argument}: a collection of {x.dtype}, dtype={name_of(dtype)!r} was asked for")
     return x
-
-
-def _is_single(array: ArrayView, extras: dict[str, Any]) -> bool:
-    return len(array.shape) == 2 and "offsets" not in extras
 
 
 def _check_shape(array: ArrayView, argument: str, extras: dict[str, Any]) -> None:
@@ -440,7 +439,8 @@ def _host_collection(
     single: bool,
     extras: dict[str, Any] | None = None,
 ) -> Collection:
-    return Collection((array,), array.shape[-1], array.dtype, "cpu", single, offsets, runs, extras or {})
+    source = array.owner
+    return Collection(source, (source,), array.shape[-1], array.dtype, "cpu", single, offsets, runs, extras or {})
 
 
 def _one_run(array: ArrayView) -> TokenRuns:
@@ -483,39 +483,71 @@ def _from_list(arrays: Sequence[Any], argument: str, dtype: str | None, depth: i
     if len(arrays) == 0:
         if depth is None:
             raise ShapeMismatch(f"{argument}: an empty list has no depth; pass depth= (and dtype=)")
-        empty = np.zeros(0, np.int64)
-        runs = TokenRuns(empty.astype(np.uint64), empty.astype(np.uint64), empty, empty)
-        return Collection((), depth, dtype or "f32", "cpu", False, np.zeros(1, np.int64), runs)
+        none = np.zeros(0, np.int64)
+        runs = TokenRuns(none.astype(np.uint64), none.astype(np.uint64), none, none)
+        return Collection((), (), depth, dtype or "f32", "cpu", False, np.zeros(1, np.int64), runs)
     if isinstance(arrays[0], (list, tuple, int, float)):
         raise UnsupportedDtype(
             f"{argument}: a list of Python {type(arrays[0]).__name__} objects, wanted an array or a list of arrays; "
             f"pass np.asarray({argument}, np.float32)"
         )
-    views = tuple(view(array, f"{argument}[{index}]", dtype) for index, array in enumerate(arrays))
+    source = tuple(arrays)
+    devices = {"cpu"} if all(type(x) is np.ndarray for x in source) else _devices(source, argument)
+    if len(devices) > 1:
+        raise DeviceMismatch(f"{argument}: a list of arrays on {' and '.join(sorted(devices))}, wanted one device")
+    if devices != {"cpu"}:
+        return _from_device_list(source, argument, dtype, devices.pop())
+    owners = tuple(x if type(x) is np.ndarray else _host_array(x, f"{argument}[{i}]") for i, x in enumerate(source))
+    first = owners[0]
+    name = _element_name(first.dtype, f"{argument}[0]", dtype, first.shape, "on the host")
+    for index, array in enumerate(owners):
+        if array.ndim != 2 or array.shape[1] != first.shape[1] or array.shape[1] == 0 or array.dtype != first.dtype:
+            _refuse_element(argument, index, array.shape, first.shape, array.dtype, dtype, name)
+    counts = np.array([len(array) for array in owners], np.int64)
+    runs = TokenRuns(
+        np.array([array.__array_interface__["data"][0] for array in owners], np.uint64),
+        counts.astype(np.uint64),
+        np.array([array.strides[0] for array in owners], np.int64),
+        np.array([array.strides[1] for array in owners], np.int64),
+    )
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    return Collection(source, owners, first.shape[1], name, "cpu", False, offsets, runs)
+
+
+def _devices(arrays: Sequence[Any], argument: str) -> set[str]:
+    return {device_of(array, f"{argument}[{index}]") for index, array in enumerate(arrays)}
+
+
+def _from_device_list(arrays: Sequence[Any], argument: str, dtype: str | None, device: str) -> Collection:
+    views = [_device_view(array, f"{argument}[{index}]", dtype) for index, array in enumerate(arrays)]
     first = views[0]
     for index, array in enumerate(views):
-        if len(array.shape) != 2:
-            raise ShapeMismatch(f"{argument}[{index}]: shape {array.shape}, wanted [tokens, depth]")
-        if array.shape[1] != first.shape[1] or array.shape[1] == 0:
-            raise ShapeMismatch(
-                f"{argument}[{index}]: depth {array.shape[1]}, and {argument}[0] has {first.shape[1]}; "
-                "wanted one depth of at least 1"
-            )
-        if array.dtype != first.dtype:
-            raise UnsupportedDtype(
-                f"{argument}[{index}]: {array.dtype}, and {argument}[0] is {first.dtype}; wanted one type; "
-                f"pass {argument}[{index}].astype({_numpy_name(first.dtype)})"
-            )
-        if array.device != first.device:
-            raise DeviceMismatch(f"{argument}[{index}]: on {array.device}, and {argument}[0] is on {first.device}")
-    counts = np.array([array.shape[0] for array in views], np.int64)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    runs = None
-    if first.device == "cpu":
-        runs = TokenRuns(
-            np.array([array.address for array in views], np.uint64),
-            counts.astype(np.uint64),
-            np.array([array.strides[0] for array in views], np.int64),
-            np.array([array.strides[1] for array in views], np.int64),
-        )
-    return Collection(views, first.shape[1], first.dtype, first.device, False, offsets, runs)
+        if len(array.shape) != 2 or array.shape[1] != first.shape[1] or array.dtype != first.dtype:
+            found = NUMPY_DTYPES[array.dtype]
+            _refuse_element(argument, index, array.shape, first.shape, found, dtype, first.dtype)
+    offsets = np.concatenate([[0], np.cumsum([array.shape[0] for array in views])])
+    return Collection(arrays, tuple(arrays), first.shape[1], first.dtype, device, False, offsets)
+
+
+def _refuse_element(
+    argument: str,
+    index: int,
+    shape: tuple[int, ...],
+    first_shape: tuple[int, ...],
+    found: np.dtype,
+    dtype: str | None,
+    first_dtype: str,
+) -> NoReturn:
+    """Say what is wrong with an array of a list."""
+    name = f"{argument}[{index}]"
+    if len(shape) != 2:
+        raise ShapeMismatch(f"{name}: shape {shape}, wanted [tokens, depth]")
+    if shape[1] == 0:
+        raise ShapeMismatch(f"{name}: shape {shape}, wanted a depth of at least 1")
+    if len(first_shape) == 2 and shape[1] != first_shape[1]:
+        raise ShapeMismatch(f"{name}: depth {shape[1]}, and {argument}[0] has {first_shape[1]}; wanted one depth")
+    element = _element_name(found, name, dtype, shape, "in the list")
+    raise UnsupportedDtype(
+        f"{name}: {element}, and {argument}[0] is {first_dtype}; wanted one type; "
+        f"pass {name}.astype({_numpy_name(first_dtype)})"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -217,7 +217,11 @@ class CpuRow:
     @property
     def available(self) -> bool:
         """Whether this machine, this build and the environment let it run."""
-        return self._built and not self._mask & ~int(enabled_capabilities())
+        return self._possible and not self._mask & ~int(enabled_capabilities())
+
+    @cached_property
+    def _possible(self) -> bool:
+        return self._built and not self._mask & ~lib.nk_cpu_capabilities_detected()
 
     @property
     def reason(self) -> str | None:

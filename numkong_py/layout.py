@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,9 @@ class Contents(NamedTuple):
     device: str  # "cpu" or "cuda:<index>"
 
 
+_FIELDS = itemgetter(*map(HEADER.names.index, Header._fields))
+
+
 def read_header(buffer: np.ndarray) -> Header:
     """Read the header of a uint8 buffer whose bytes were checked.
 
@@ -75,8 +79,7 @@ def read_header(buffer: np.ndarray) -> Header:
     """
     if buffer.nbytes < HEADER.itemsize:
         raise LayoutMismatch(f"packed: {buffer.nbytes} bytes are less than a header of {HEADER.itemsize} bytes")
-    record = buffer[: HEADER.itemsize].view(HEADER)[0]
-    return Header(*(int(record[name]) for name in Header._fields))
+    return Header(*_FIELDS(buffer[: HEADER.itemsize].view(HEADER)[0].item()))
 
 
 def aligned_bytes(count: int) -> np.ndarray:
