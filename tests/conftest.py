@@ -1,4 +1,4 @@
-"""Shared set-up: the `slow` mark, a `rerun:` line under every failure, and hypothesis settings that repeat."""
+"""Shared set-up: a `rerun:` line under every failure, and hypothesis settings that repeat."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ hypothesis.settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.load_profile("suite")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes seconds to minutes; runs by default, `-m 'not slow'` leaves it out")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -341,7 +341,38 @@ def test_nan_stays_where_it_is(row: str, dtype: str) -> None:
     assert_same_bits(spoiled[2, 4:], clean[2, 4:])
 
 
-@pytest.mark.parametrize("results", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_pair_of_special_vectors(row: str, dtype: str, metric: str) -> None:
+    need(row, dtype)
+    special = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan]
+    vectors = np.array(list(itertools.product(special, repeat=2))).astype(DTYPES[dtype])
+    vectors = np.pad(vectors, ((0, 0), (0, 3)))
+    sets = [vector[None] for vector in vectors]
+    expected = reference.maxsim(sets, sets, metric=metric, **EVERYTHING)
+    packed = pack(sets, row)
+    assert_same_result(nk.maxsim_packed(packed, packed, metric=metric, **EVERYTHING), expected)
+    together = [vectors[[16, i, j]] for i, j in list(itertools.combinations(range(len(vectors)), 2))[::5]]
+    expected = reference.maxsim(vectors, together, metric=metric, **EVERYTHING)
+    actual = nk.maxsim_packed(pack(vectors, row), pack(together, row), metric=metric, **EVERYTHING)
+    assert_same_result(actual, expected)
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+@pytest.mark.parametrize("metric", METRICS)
+def test_documents_whose_tokens_differ_in_scale(row: str, dtype: str, metric: str) -> None:
+    need(row, dtype)
+    reach = {"bf16": 120, "f16": 12, "f32": 120}[dtype]
+    for seed, (depth, spread) in enumerate(itertools.product((8, 33, 128), (1.0, 0.1, 0.01, 0.001))):
+        rng = np.random.default_rng(seed)
+        base = rng.standard_normal((1, depth)) + spread * rng.standard_normal((60, depth))
+        document = (base * 2.0 ** rng.integers(-reach, reach, (60, 1))).astype(DTYPES[dtype])
+        query = (base[:33] * 2.0 ** rng.integers(-reach, reach, (33, 1))).astype(DTYPES[dtype])
+        result = nk.maxsim_packed(pack(query, row), pack(document, row), metric=metric, **EVERYTHING)
+        assert_same_result(result, reference.maxsim(query, document, metric=metric, **EVERYTHING))
+
+
+@pytest.mark.parametrize("results", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
 def test_what_is_returned_changes_no_bit(row: str, dtype: str, results: tuple[bool, ...]) -> None:
     need(row, dtype)
