@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+
+from .arrays import Collection
 from .cpu import cpu_rows, kernel_kinds
 from .cuda import cuda_rows
 from .dtypes import name_of
 from .errors import BackendUnavailable, DeviceMismatch, InvalidArgument, MissingKernel
+from .layout import Contents
+from .reference import MaxSimResult
 
-__all__ = ["BACKENDS", "backends", "find_kernel", "select"]
+__all__ = ["BACKENDS", "Row", "backends", "find_kernel", "select"]
 
-BACKENDS = (*cuda_rows(), *cpu_rows())
+
+class Row(Protocol):
+    """What `PackedTensor` and the scoring functions ask of a row; `numkong_py.cpu.CpuRow` says what each method does.
+
+    A row may also have ``topk(queries, documents, k, candidates=, block=, progress=, **options)``, to select where its
+    scores are instead of in host memory.
+    """
+
+    name: str
+    required: int
+    dtypes: tuple[str, ...]
+    device: str
+    available: bool
+    reason: str | None
+
+    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str) -> int: ...
+    def pack(self, collection: Collection, normalize: bool = False) -> Contents: ...
+    def unpack(self, contents: Contents, begin: int, end: int) -> Any: ...
+    def first_nonfinite(self, contents: Contents) -> int | None: ...
+    def read_candidates(self, candidates: Any, rows: int, documents: Any) -> Any: ...
+    def check_output(self, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
+    def score(self, queries: Any, documents: Any, *, metric: int, **options: Any) -> MaxSimResult: ...
+
+
+BACKENDS: tuple[Row, ...] = (*cuda_rows(), *cpu_rows())
 DEVICES = ("cpu", "cuda")
 
 
-def backends() -> tuple[Any, ...]:
+def backends() -> tuple[Row, ...]:
     """Every row of the table, best first, whether it is available or not.
 
     Returns
@@ -41,7 +70,7 @@ def _device_kind(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _named(backend: Any, dtype: str, device: str) -> Any:
+def _named(backend: Any, dtype: str, device: str) -> Row:
     """The row that was asked for by name, if it can run; a forced name is never replaced by another row."""
     found = [row for row in BACKENDS if row is backend or row.name == backend]
     if not found:
@@ -61,7 +90,7 @@ def _named(backend: Any, dtype: str, device: str) -> Any:
     return row
 
 
-def select(dtype: str, device: str = "cpu", *, backend: Any = None, capabilities: int | None = None) -> Any:
+def select(dtype: str, device: str = "cpu", *, backend: Any = None, capabilities: int | None = None) -> Row:
     """The row that packs and scores a dtype on a device: the one that is forced by name, else the best within the mask.
 
     Raises
@@ -87,7 +116,7 @@ def select(dtype: str, device: str = "cpu", *, backend: Any = None, capabilities
     raise MissingKernel(f"no available {kind} row has {dtype} kernels{within}; numkong_py.backends() says why")
 
 
-def find_kernel(kind: str, dtype: Any, capabilities: int | None = None) -> Any:
+def find_kernel(kind: str, dtype: Any, capabilities: int | None = None) -> Row:
     """The row whose kernel a call would run.
 
     Parameters

@@ -228,7 +228,8 @@ class CpuRow:
         """Why it is not available, or None."""
         if not self._built:
             return "not built for this architecture"
-        missing = [flag for flag in self.required if flag not in enabled_capabilities()]
+        enabled = enabled_capabilities()
+        missing = [flag for flag in Capability if flag in self.required and flag not in enabled]
         if not missing:
             return None
         reason = lib.nk_capability_reason(missing[0])

@@ -400,6 +400,9 @@ def topk(
     queries, documents = _both(q, docs)
     options = {"metric": metric, "reduction": reduction, "empty": empty, "threads": threads}
     descending = metric != "angular"
+    own = getattr(documents.row, "topk", None)
+    if own is not None:
+        return own(queries, documents, k, candidates=candidates, block=block, progress=progress, **options)
     if candidates is not None:
         indices = queries.row.read_candidates(candidates, len(queries), documents)
         scores = _score(queries, documents, indices, None, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Collection, read_collection, read_indices
-from .backends import BACKENDS, select
+from .backends import BACKENDS, Row, select
 from .cpu import open_packed
 from .dtypes import name_of
 from .errors import (
@@ -292,7 +293,7 @@ def _as_bytes(buffer: Any) -> np.ndarray:
 
 
 def pack_collection(
-    collection: Collection, row: Any, *, normalize: bool = False, device: str | None = None
+    collection: Collection, row: Row, *, normalize: bool = False, device: str | None = None
 ) -> PackedTensor:
     """Pack a collection with a row that was selected for its dtype and device."""
     if collection.device.partition(":")[0] != row.device and device is None:
@@ -408,9 +409,9 @@ def pack_size(
     >>> pack_size(2, 4, "f32") == pack(np.ones((2, 4), np.float32)).nbytes
     True
     """
-    for name, value in (("count", count), ("depth", depth), ("documents", documents)):
-        if value < (name == "depth"):
-            raise ShapeMismatch(f"{name}: {value}, wanted at least {int(name == 'depth')}")
+    for name, value, least in (("count", count, 0), ("depth", depth, 1), ("documents", documents, 0)):
+        if not least <= operator.index(value) < 1 << 64:
+            raise ShapeMismatch(f"{name}: {value}, wanted {least} or more, in 64 bits")
     name = name_of(dtype)
     row = select(name, backend=backend, capabilities=capabilities)
     return row.pack_size(documents, count, depth, name)

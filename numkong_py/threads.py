@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 from typing import Any
 
 from .errors import InvalidArgument
@@ -46,9 +47,9 @@ def thread_count(threads: int | None, work: int) -> int:
     """
     if threads is None:
         return 1 if work < 2 * WORK_PER_THREAD else min(usable_cpus(), work // WORK_PER_THREAD)
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+    if isinstance(threads, bool) or not isinstance(threads, Integral) or threads < 1:
         raise InvalidArgument(f"threads: {threads!r}, wanted None or an integer of at least 1")
-    return threads
+    return int(threads)
 
 
 def run_all(function: Callable[[Any], Any], pieces: Sequence[Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from numkong_py.backends import BACKENDS, select
 from numkong_py.cpu import ffi, lib, split_documents, split_lists
 from numkong_py.packed import from_bytes
 
+ROOT = Path(__file__).resolve().parent.parent
 RANDOM = np.random.default_rng(3)
 LENGTHS = [5, 0, 17, 1, 0, 40, 3, 0]
 DOCUMENTS = [RANDOM.standard_normal((count, 20)).astype(np.float32) for count in LENGTHS]
@@ -197,6 +200,12 @@ def test_empty_value() -> None:
     assert nk.maxsim(QUERIES, DOCUMENTS, empty=-7.5)[1].tolist() == [0] * 8
 
 
+def test_sizes_beyond_64_bits() -> None:
+    for count, depth in ((1 << 70, 4), (1 << 63, 4), (1 << 40, 1 << 40)):
+        with pytest.raises(nk.ShapeMismatch):
+            nk.pack_size(count, depth, "f32")
+
+
 def test_options_that_do_not_exist() -> None:
     with pytest.raises(TypeError, match="metrics"):
         nk.maxsim_packed(nk.pack(QUERIES), nk.pack(DOCUMENTS), metrics="dot")
@@ -290,6 +299,17 @@ def test_a_tensor_of_a_row_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     moved = packed.to("cpu")
     assert moved.backend == "serial"
     assert np.array_equal(nk.maxsim(QUERIES, moved), nk.maxsim(QUERIES, DOCUMENTS))
+
+
+# ------------------------------------------------------------------------------------- the README
+
+
+def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert AVAILABLE[0].name in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------- the cost of a call
