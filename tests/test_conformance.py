@@ -592,6 +592,14 @@ def test_normalize_divides_by_the_norm_and_rounds_once(row: str, dtype: str, kin
     assert_same_bits(nk.maxsim_packed(pack(query, row), packed), reference.maxsim(query, expected))
 
 
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+def test_normalized_tokens_are_not_rounded_twice(row: str, dtype: str) -> None:
+    need(row, dtype)
+    x = tokens("random", dtype, 8000, 64, 1)
+    wrong = bits(pack(x, row, normalize=True).unpack()) != bits(reference.normalized(x))
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size} elements"
+
+
 # -------------------------------------------------------------------------------------------------- top-k
 
 
