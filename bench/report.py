@@ -1,0 +1,612 @@
+"""Tables and plots of docs/performance.md, made anew from bench/results/*.jsonl: no number in it is typed by hand.
+
+    python bench/report.py            every results file
+    python bench/report.py a.jsonl    these files only
+
+Ratios are medians of ratios within a round, in which the two sides ran one after the other on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+DOCUMENT = ROOT / "docs" / "performance.md"
+OURS = "numkong_py:"
+RIGHT = ("exact", "float32", "16-bit")
+# Ceilings of a product, best first, and of the unit that a row screens with.
+PRODUCTS = {
+    "f32": ("f32_fma_512", "f32_fma_256"),
+    "bf16": ("amx_bf16", "bf16_dot_512"),
+    "int8": ("amx_int8", "int8_dot_512", "int8_dot_256", "int8_maddubs_256"),
+}
+UNITS = {
+    "sapphireamx": "amx_int8",
+    "genoa": "int8_dot_512",
+    "icelake": "int8_dot_512",
+    "alder": "int8_dot_256",
+    "haswell": "int8_maddubs_256",
+}
+Record = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass
+class Machine:
+    """What was measured on one kind of machine; a later record of the same thing replaces an earlier one."""
+
+    model: str
+    runs: list[Record] = field(default_factory=list)
+    records: dict[tuple, Record] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        names = ("kind", "workload", "dtype", "depth", "threads")
+        self.records[tuple(record.get(name) for name in names)] = record
+
+    def of(self, kind: str, threads: int | None = None) -> list[Record]:
+        """Records of a kind, in the order in which they were first measured."""
+        found = [record for record in self.records.values() if record["kind"] == kind]
+        return [record for record in found if threads is None or record.get("threads") == threads]
+
+    def one(self, kind: str, workload: str, dtype: str, threads: int = 1) -> Record | None:
+        """The record of a workload, if there is one."""
+        found = [r for r in self.of(kind, threads) if r["workload"] == workload and r["dtype"] == dtype]
+        return found[-1] if found else None
+
+    @property
+    def slug(self) -> str:
+        """Name for files."""
+        return re.sub(r"[^a-z0-9]+", "-", self.model.lower()).strip("-")
+
+
+def read(paths: Iterable[Path], quick: bool = False) -> list[Machine]:
+    """Read results; runs with --quick are left out unless asked for."""
+    machines: dict[str, Machine] = {}
+    for path in paths:
+        runs: dict[str, Machine] = {}
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "run":
+                if record["options"]["quick"] and not quick:
+                    continue
+                about = record["machine"]
+                model = f"{about['model']} ({', '.join(about['family'].split('/'))})"
+                runs[record["run"]] = machines.setdefault(model, Machine(about["model"]))
+                runs[record["run"]].runs.append(record)
+            elif record["run"] in runs:
+                runs[record["run"]].add(record)
+    return list(machines.values())
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+def times(record: Record, name: str) -> np.ndarray:
+    """Seconds of a contender, round by round."""
+    return np.array(record["contenders"][name]["seconds"])
+
+
+def median_ms(record: Record, name: str) -> float:
+    return float(np.median(times(record, name))) * 1e3
+
+
+def ratio(record: Record, name: str, other: str) -> float:
+    """Median over the rounds of one contender's time over another's."""
+    return float(np.median(times(record, name) / times(record, other)))
+
+
+def timed(record: Record) -> list[str]:
+    return [name for name, entry in record["contenders"].items() if "seconds" in entry]
+
+
+def ours(record: Record, row: str | None = None) -> str | None:
+    """Our contender: of a row, or the first one, which is the row that a user gets."""
+    names = [name for name in timed(record) if name.startswith(OURS)]
+    return next((name for name in names if row is None or name == OURS + row), None)
+
+
+def best_peer(record: Record) -> str | None:
+    """The fastest peer whose scores are right."""
+    peers = [n for n in timed(record) if not n.startswith(OURS) and record["contenders"][n]["verdict"] in RIGHT]
+    return min(peers, key=lambda name: median_ms(record, name), default=None)
+
+
+def ceiling(record: Record, product: str) -> tuple[str, np.ndarray] | None:
+    """The machine's best loop for a product, with its rates round by round."""
+    names = [name for name in PRODUCTS.get(product, (product,)) if record["ceilings"].get(name)]
+    return (names[0], np.array(record["ceilings"][names[0]])) if names else None
+
+
+def share(record: Record, name: str, product: str) -> float | None:
+    """Median over the rounds of a contender's rate over a ceiling: 2 means twice as fast as that unit could be."""
+    found = ceiling(record, product)
+    if found is None:
+        return None
+    return float(np.median(record["operations"] * 1e-9 / times(record, name) / found[1]))
+
+
+# -------------------------------------------------------------------------------------------------- tables
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with so many significant digits."""
+    if value is None:
+        return "-"
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}"
+    text = f"{value:.{digits}g}"
+    return f"{float(text):g}" if "e" not in text else f"{value:.0f}"
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def shape(record: Record) -> str:
+    """Queries x documents, query tokens x document tokens, depth."""
+    least, mean, most = record["lengths"]
+    lengths = f"{most}" if least == most else f"{least}..{most} (mean {number(mean)})"
+    return f"{record['queries']} x {record['documents']}, {record['query_tokens']} x {lengths}, d = {record['depth']}"
+
+
+def scores_table(machine: Machine, threads: int) -> str:
+    rows = []
+    for record in machine.of("scores", threads):
+        name = ours(record)
+        if name is None:
+            continue
+        peer, numkong = best_peer(record), "numkong" if "numkong" in timed(record) else None
+        rows.append(
+            [
+                record["workload"],
+                record["dtype"],
+                shape(record),
+                f"{number(median_ms(record, name))} ({name.removeprefix(OURS)})",
+                *(number(share(record, name, product)) for product in ("f32", "bf16", "int8")),
+                f"{number(ratio(record, name, peer))} ({peer})" if peer else "-",
+                f"{number(ratio(record, name, numkong))} ({record['contenders']['numkong']['verdict']})"
+                if numkong
+                else "-",
+            ]
+        )
+    headers = ["workload", "type", "shape", "ms (row)", "of f32", "of bf16", "of int8", "to the best right peer"]
+    return table([*headers, "to numkong"], rows) if rows else ""
+
+
+def rows_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("scores", 1):
+        names = [name for name in timed(record) if name.startswith(OURS)]
+        if len(names) < 2:
+            continue
+        for name in names:
+            row = name.removeprefix(OURS)
+            peer = f"numkong:{row}" if f"numkong:{row}" in timed(record) else None
+            rate = record["operations"] / median_ms(record, name) * 1e-6
+            rows.append(
+                [
+                    record["workload"],
+                    record["dtype"],
+                    row,
+                    number(median_ms(record, name)),
+                    number(rate),
+                    f"{number(share(record, name, UNITS[row]))} of {UNITS[row]}" if row in UNITS else "-",
+                    number(ratio(record, name, peer)) if peer else "-",
+                ]
+            )
+    headers = ["workload", "type", "row", "ms", "GOP/s", "of its int8 unit", "to numkong's kernel of that name"]
+    return table(headers, rows) if rows else ""
+
+
+def peers_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("scores", 1):
+        name = ours(record)
+        if record["workload"] not in ("rerank", "ragged", "colpali") or name is None:
+            continue
+        for peer, entry in record["contenders"].items():
+            if "failed" in entry:
+                rows.append([record["workload"], record["dtype"], peer, "-", f"failed: {entry['failed']}", "-", "-"])
+                continue
+            if peer.startswith(OURS) and peer != name:
+                continue
+            rows.append(
+                [
+                    record["workload"],
+                    record["dtype"],
+                    peer,
+                    number(ratio(record, peer, name)),
+                    entry["verdict"],
+                    number(entry["error"], 2),
+                    number(entry["top10"], 2),
+                ]
+            )
+    headers = ["workload", "type", "contender", "time over ours", "verdict", "error", "true top 10 found"]
+    return table(headers, rows) if rows else ""
+
+
+def topk_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("topk"):
+        full = ours(record)
+        top = f"{full} top-{record['k']}"
+        rows.append(
+            [
+                record["workload"],
+                record["dtype"],
+                shape(record),
+                str(record["threads"]),
+                number(median_ms(record, full)),
+                number(median_ms(record, top)),
+                number(ratio(record, top, full)),
+            ]
+        )
+    headers = ["workload", "type", "shape", "threads", "all scores, ms", "best k, ms", "ratio"]
+    return table(headers, rows) if rows else ""
+
+
+def threads_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("scores"):
+        single = machine.one("scores", record["workload"], record["dtype"])
+        name = ours(record)
+        if record["threads"] == 1 or single is None or name not in timed(single):
+            continue
+        speedup = median_ms(single, name) / median_ms(record, name)
+        most, once = ceiling(record, "int8"), ceiling(single, "int8")
+        limit = float(np.median(most[1]) / np.median(once[1])) if most and once else None
+        rows.append(
+            [
+                record["workload"],
+                record["dtype"],
+                str(record["threads"]),
+                number(median_ms(record, name)),
+                number(speedup),
+                f"{number(limit)} ({most[0]})" if limit else "-",
+                number(speedup / limit) if limit else "-",
+            ]
+        )
+    headers = ["workload", "type", "threads", "ms", "speed-up", "ceiling's own", "of the ceiling's"]
+    return table(headers, rows) if rows else ""
+
+
+def ceilings_table(machine: Machine) -> str:
+    rates: dict[tuple[str, int], list[float]] = {}
+    for record in [*machine.of("scores"), *machine.of("topk")]:
+        for name, values in record["ceilings"].items():
+            rates.setdefault((name, record["threads"]), []).extend(values)
+    rows = [
+        [name, str(threads), number(float(np.median(v))), number(min(v)), number(max(v)), str(len(v))]
+        for (name, threads), v in sorted(rates.items(), key=lambda item: (item[0][1], item[0][0]))
+    ]
+    headers = ["loop", "threads", "median, GOP/s or GB/s", "least", "most", "samples"]
+    return table(headers, rows) if rows else ""
+
+
+def packing_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("packing"):
+        for name, entry in record["contenders"].items():
+            microseconds = float(np.median(entry["seconds_per_token"])) * 1e6
+            raw = str(record["raw_bytes_per_token"])
+            rows.append(
+                [
+                    record["dtype"],
+                    str(record["depth"]),
+                    name,
+                    number(microseconds),
+                    number(entry["bytes_per_token"], 4),
+                    raw,
+                ]
+            )
+    headers = ["type", "depth", "contender", "us a token", "bytes a token", "raw bytes"]
+    return table(headers, rows) if rows else ""
+
+
+def overhead_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("overhead"):
+        bare = "C call"
+        for name in timed(record):
+            extra = float(np.median(times(record, name) - times(record, bare))) * 1e6
+            rows.append([name, number(median_ms(record, name) * 1e3), number(extra)])
+    return table(["call, 1 x 10 documents", "us", "us above the C call"], rows) if rows else ""
+
+
+def memory_table(machine: Machine) -> str:
+    rows = [
+        [record["workload"], record["dtype"], name, number(size / 2**20), number(size / record["input_bytes"], 2)]
+        for record in machine.of("memory")
+        for name, size in record["extra_peak_bytes"].items()
+    ]
+    return (
+        table(["workload", "type", "contender", "extra peak, MiB", "over the documents' bytes"], rows) if rows else ""
+    )
+
+
+# -------------------------------------------------------------------------------------------------- targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that the project promised to reach, and how it is measured."""
+
+    text: str
+    limit: float
+    measure: Callable[[Machine], float | None]
+
+
+def _against(workload: str, dtype: str, peer: str | None = None, row: str | None = None) -> Callable:
+    """Our time over a peer's, or over the best right peer's."""
+
+    def measure(machine: Machine) -> float | None:
+        record = machine.one("scores", workload, dtype)
+        name = ours(record, row) if record else None
+        other = peer or (best_peer(record) if record else None)
+        return ratio(record, name, other) if name and other in timed(record) else None
+
+    return measure
+
+
+def _of_roofline(workload: str) -> Callable:
+    """Our time over that of float32 products at the ceiling, which no direct float32 kernel beats."""
+
+    def measure(machine: Machine) -> float | None:
+        record = machine.one("scores", workload, "f32")
+        found = share(record, ours(record), "f32") if record else None
+        return 1 / found if found else None
+
+    return measure
+
+
+def _of_full(workload: str) -> Callable:
+    def measure(machine: Machine) -> float | None:
+        record = machine.one("topk", workload, "f32")
+        return ratio(record, f"{ours(record)} top-{record['k']}", ours(record)) if record else None
+
+    return measure
+
+
+def _packing(dtype: str, key: str, scale: float) -> Callable:
+    def measure(machine: Machine) -> float | None:
+        found = [r for r in machine.of("packing") if r["dtype"] == dtype and r["depth"] == 128]
+        entry = next(iter(found[-1]["contenders"].values())) if found else None
+        return float(np.median(entry[key])) * scale if entry else None
+
+    return measure
+
+
+def _overhead(machine: Machine) -> float | None:
+    for record in machine.of("overhead"):
+        return float(np.median(times(record, "maxsim_packed") - times(record, "C call"))) * 1e6
+    return None
+
+
+TARGETS = (
+    Target("rerank, f32, over the best right peer", 0.25, _against("rerank", "f32")),
+    Target("rerank, f32, over numkong", 0.35, _against("rerank", "f32", "numkong")),
+    Target("ragged, f32, over the best right peer", 0.19, _against("ragged", "f32")),
+    Target("colpali, f32, over the best right peer", 0.31, _against("colpali", "f32")),
+    Target("16x1000, f32, over the best right peer", 0.36, _against("16x1000", "f32")),
+    Target("rerank, bf16, over the best right peer", 0.36, _against("rerank", "bf16")),
+    Target("rerank, bf16, over numkong", 0.45, _against("rerank", "bf16", "numkong")),
+    Target("d768, f32, over the best right peer", 0.38, _against("d768", "f32")),
+    Target("1x10, f32, over the best right peer", 0.45, _against("1x10", "f32")),
+    Target("top-10 of random documents over all scores", 1.05, _of_full("top-10: random")),
+    Target("top-10 of related documents over all scores", 0.75, _of_full("top-10: related")),
+    Target("real tokens, f32, over float32 products at the ceiling", 0.5, _of_roofline("data: real")),
+    Target("heavy tails, over float32 products at the ceiling", 0.55, _of_roofline("data: heavy-tailed")),
+    Target("near-duplicates, over float32 products at the ceiling", 0.55, _of_roofline("data: near-duplicates")),
+    Target("clustered 0.05, over float32 products at the ceiling", 1.1, _of_roofline("data: clustered 0.05")),
+    Target("haswell row, rerank, f32, over numkong's", 0.5, _against("rerank", "f32", "numkong:haswell", "haswell")),
+    Target("alder row, rerank, f32, over numkong's", 1 / 3, _against("rerank", "f32", "numkong:alder", "alder")),
+    Target("icelake row, rerank, f32, over numkong's", 1 / 3, _against("rerank", "f32", "numkong:icelake", "icelake")),
+    Target("AMX row, rerank, bf16, over numkong", 1 / 3, _against("rerank", "bf16", "numkong", "sapphireamx")),
+    Target("AMX row, colpali, bf16, over numkong", 1 / 1.7, _against("colpali", "bf16", "numkong", "sapphireamx")),
+    Target("AMX row, rerank, f32, over numkong", 1 / 4, _against("rerank", "f32", "numkong", "sapphireamx")),
+    Target("AMX row, colpali, f32, over numkong", 1 / 2.5, _against("colpali", "f32", "numkong", "sapphireamx")),
+    Target("packing, f32, us a token", 0.3, _packing("f32", "seconds_per_token", 1e6)),
+    Target("packed f32 token, bytes", 700, _packing("f32", "bytes_per_token", 1)),
+    Target("packed bf16 token, bytes", 420, _packing("bf16", "bytes_per_token", 1)),
+    Target("maxsim_packed above its C call, us", 15, _overhead),
+)
+
+
+def targets_table(machine: Machine) -> str:
+    rows = []
+    for target in TARGETS:
+        value = target.measure(machine)
+        if value is not None:
+            met = "yes" if value <= target.limit else "no"
+            rows.append([target.text, number(value), number(target.limit), met])
+    return table(["figure", "measured", "at most", "met"], rows) if rows else ""
+
+
+# ---------------------------------------------------------------------------------------------------- plots
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "numkong_py", "svg.fonttype": "none", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    return plt, figure, axes
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def plot_roofline(machine: Machine, path: Path) -> bool:
+    """Rate against operations for a byte of the documents, under the measured ceilings, one core."""
+    points = [(record, ours(record)) for record in machine.of("scores", 1) if ours(record)]
+    points = [(record, name) for record, name in points if "packed_bytes" in record and ceiling(record, "memory_read")]
+    if not points:
+        return False
+    plt, figure, axes = _figure(8, 5)
+    xs = np.geomspace(1, 1e5, 200)
+    bandwidth = np.median([np.median(ceiling(record, "memory_read")[1]) for record, _ in points])
+    for name in sorted({name for record, _ in points for name in record["ceilings"]} - {"memory_read"}):
+        rate = np.median([np.median(record["ceilings"][name]) for record, _ in points if record["ceilings"].get(name)])
+        axes.plot(xs, np.minimum(rate, bandwidth * xs), linewidth=0.8, label=f"{name} {number(float(rate))} GOP/s")
+    markers = {"f32": "o", "bf16": "s", "f16": "^"}
+    for dtype, marker in markers.items():
+        found = [(record, name) for record, name in points if record["dtype"] == dtype]
+        axes.scatter(
+            [record["operations"] / record["packed_bytes"] for record, _ in found],
+            [record["operations"] / median_ms(record, name) * 1e-6 for record, name in found],
+            s=18,
+            marker=marker,
+            color="black",
+            label=f"numkong_py {dtype}, exact",
+        )
+    for record, name in points:
+        if record["dtype"] == "f32" and not record["workload"].startswith("data:"):
+            at = (record["operations"] / record["packed_bytes"], record["operations"] / median_ms(record, name) * 1e-6)
+            axes.annotate(record["workload"], at, fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axes.set(xscale="log", yscale="log", xlabel="operations for a packed byte of the documents", ylabel="GOP/s")
+    axes.set_title(f"One core of {machine.model}; memory {number(float(bandwidth))} GB/s")
+    axes.legend(fontsize=7, loc="lower right")
+    axes.grid(True, which="major", linewidth=0.3)
+    _save(plt, figure, path)
+    return True
+
+
+def plot_ratios(machine: Machine, path: Path) -> bool:
+    """How many times as long the peers take, one core."""
+    records = [
+        r for r in machine.of("scores", 1) if ours(r) and len(timed(r)) > 1 and not r["workload"].startswith("data")
+    ]
+    bars = []
+    for record in records:
+        name = ours(record)
+        peer = best_peer(record)
+        entry = (f"{record['workload']}, {record['dtype']}", ratio(record, peer, name) if peer else np.nan, peer or "")
+        wrong = ratio(record, "numkong", name) if "numkong" in timed(record) else np.nan
+        bars.append((*entry, wrong))
+    if not bars:
+        return False
+    plt, figure, axes = _figure(8, 0.6 + 0.36 * len(bars))
+    places = np.arange(len(bars))[::-1]
+    axes.barh(places + 0.2, [bar[1] for bar in bars], 0.38, label="best right peer", color="#4477aa")
+    axes.barh(places - 0.2, [bar[3] for bar in bars], 0.38, label="numkong 7 (wrong scores)", color="#ccbb44")
+    for place, bar in zip(places, bars):
+        if bar[2]:
+            axes.annotate(f" {bar[1]:.1f} {bar[2]}", (bar[1], place + 0.2), va="center", fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(places, [bar[0] for bar in bars])
+    axes.set(xlabel="time over ours (exact)", title=f"One core of {machine.model}")
+    axes.margins(x=0.15)
+    axes.legend(fontsize=7, loc="lower right")
+    _save(plt, figure, path)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- document
+
+INTRODUCTION = """# Performance
+
+Made by `python bench/report.py` from `bench/results/*.jsonl`; `bench/README.md` says how to measure. Do not edit.
+
+Every time is a median. Every ratio is the median of ratios within a round, in which the contenders ran one after the
+other; so are the shares of the ceilings, which the bench measures in the same round with loops that do nothing else.
+Ours is checked before it is timed: a sample of the documents must have the reference's bits, and all must agree with
+float64 matrix products. "of f32 2" means twice as fast as float32 multiplications could run at the machine's best.
+
+Verdicts on peers: *exact*, the reference's bits; *float32*, within what float32 sums can be off; *16-bit*, within what
+similarities rounded to the inputs' type can be off; *wrong*, neither. Errors are relative to the sum of the query
+tokens' norms times the longest document token. Wrong ones are timed for comparison, not as equals.
+"""
+
+
+def about(machine: Machine) -> str:
+    last = machine.runs[-1]
+    facts = last["machine"]
+    caches = ", ".join(f"{name} {size}" for name, size in facts["caches"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    commits = sorted({str(run["commit"]) for run in machine.runs})
+    return "\n".join(
+        [
+            f"- {facts['cores']} cores{' of a virtual machine' if 'hypervisor' in facts['flags'] else ''}, "
+            f"{number(facts['memory_gib'])} GiB; {caches}; {' '.join(facts['flags'])}",
+            f"- {facts['system']}, Python {facts['python']}, {versions}",
+            f"- {len(machine.runs)} runs, {min(run['date'] for run in machine.runs)} to "
+            f"{max(run['date'] for run in machine.runs)} UTC, commits {', '.join(commits)}, sources "
+            f"{', '.join(sorted({run['source'] for run in machine.runs}))}",
+            "",
+        ]
+    )
+
+
+def section(machine: Machine, folder: Path, plots: bool) -> str:
+    """Everything about one machine."""
+    threads = sorted({record["threads"] for record in machine.of("scores")})
+    parts = [(f"## {machine.model}", about(machine))]
+    if plots:
+        made = [
+            f"![{title}]({path.name})\n"
+            for title, draw, path in (
+                ("Ratios to the peers", plot_ratios, folder / f"performance-{machine.slug}-ratios.svg"),
+                ("Roofline", plot_roofline, folder / f"performance-{machine.slug}-roofline.svg"),
+            )
+            if draw(machine, path)
+        ]
+        parts.append(("", "\n".join(made)))
+    parts += [(f"### Scores, {_threads(count)}", scores_table(machine, count)) for count in threads]
+    parts += [
+        ("### Targets", targets_table(machine)),
+        ("### Rows", rows_table(machine)),
+        ("### Top-k", topk_table(machine)),
+        ("### Threads", threads_table(machine)),
+        ("### Packing", packing_table(machine)),
+        ("### Overhead of a call", overhead_table(machine)),
+        ("### Extra peak memory of a call", memory_table(machine)),
+        ("### Peers", peers_table(machine)),
+        ("### Ceilings", ceilings_table(machine)),
+    ]
+    skipped = [label for record in machine.of("skipped") for label in record["labels"]]
+    if skipped:
+        parts.append(("### Not measured, for want of time", "; ".join(skipped) + "\n"))
+    return "\n".join(f"{title}\n\n{text}" if title else text for title, text in parts if text)
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
+def document(machines: list[Machine], folder: Path, plots: bool = True) -> str:
+    """The whole document; plots are written beside it."""
+    return "\n".join([INTRODUCTION, *(section(machine, folder, plots) for machine in machines)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write docs/performance.md from measured results.")
+    parser.add_argument("results", nargs="*", type=Path, help="JSONL files; default: bench/results/*.jsonl")
+    parser.add_argument("--out", type=Path, default=DOCUMENT)
+    parser.add_argument("--quick", action="store_true", help="let quick runs in")
+    parser.add_argument("--no-plots", action="store_true")
+    options = parser.parse_args()
+    machines = read(options.results or sorted(RESULTS.glob("*.jsonl")), options.quick)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(document(machines, options.out.parent, not options.no_plots))
+
+
+if __name__ == "__main__":
+    main()
