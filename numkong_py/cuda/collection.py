@@ -1,0 +1,435 @@
+"""Collections on the device: tokens of all documents (or queries) side by side, with what scoring needs to know of them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import cupy as cp
+import numpy as np
+
+from ..errors import BackendUnavailable, DeviceMismatch, ShapeMismatch, UnsupportedDtype
+from .compile import kernel
+
+if TYPE_CHECKING:
+    from .plan import Schedule
+
+__all__ = ["CudaCollection", "as_tokens", "pack"]
+
+DTYPE_IDS = {"bf16": 0, "f16": 1, "f32": 2}
+STORED = {"bf16": np.dtype(np.uint16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+MAX_DEPTH = 4096
+WORDS = 4096  # a chunk of pinned words
+STATS = struct.Struct("@5Qq4i")  # Params of token_stats.cu
+TENSOR_MAP_TYPES = {"bf16": 9, "f16": 6, "f32": 6}  # CUtensorMapDataType; f32 streams its f16 plane
+
+
+# ------------------------------------------------------------------------------------- arrays of any library
+
+
+def as_tokens(x: Any, dtype: str | None, argument: str = "x") -> tuple[cp.ndarray, str]:
+    """A CuPy view of a CUDA array of any library, bf16 as its bits, and the short name of its type.
+
+    Raises
+    ------
+    DeviceMismatch
+        The array is not on a CUDA device.
+    UnsupportedDtype
+        Its elements are not bf16, f16 or f32, or are uint16 without ``dtype="bf16"``.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        x = x.detach()
+        if x.dtype == torch.bfloat16:
+            x, dtype = x.view(torch.int16), "bf16"
+    if not isinstance(x, cp.ndarray):
+        if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__"):
+            raise DeviceMismatch(
+                f"{argument}: {type(x).__name__} on the host, wanted a CUDA array; pass cupy.asarray({argument})"
+            )
+        if x.__dlpack_device__()[0] not in (2, 3, 13):
+            raise DeviceMismatch(
+                f"{argument}: {type(x).__name__} is not on a CUDA device; move it to the device of the other side"
+            )
+        x = cp.from_dlpack(x)
+    if x.dtype.name == "bfloat16" or (x.dtype in (np.uint16, np.int16) and dtype == "bf16"):
+        return x.view(np.uint16), "bf16"
+    found = {np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}.get(x.dtype)
+    if found is None:
+        hint = ' (bits of bfloat16 numbers? pass dtype="bf16")' if x.dtype.itemsize == 2 else ""
+        raise UnsupportedDtype(
+            f"{argument}: dtype {x.dtype}, wanted bf16, f16 or f32{hint}; pass {argument}.astype(cupy.float32)"
+        )
+    if dtype is not None and dtype != found:
+        raise UnsupportedDtype(
+            f"{argument}: dtype {found}, wanted {dtype}; nothing is converted silently, pass {argument}.astype"
+        )
+    return x, found
+
+
+def _host_integers(x: Any, argument: str) -> np.ndarray:
+    values = x.get() if isinstance(x, cp.ndarray) else np.asarray(x)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ShapeMismatch(f"{argument}: dtype {values.dtype}, shape {values.shape}, wanted one axis of integers")
+    return values.astype(np.int64)
+
+
+def _check_offsets(offsets: np.ndarray, total: int) -> np.ndarray:
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] > total or (np.diff(offsets) < 0).any():
+        raise ShapeMismatch(
+            f"offsets: wanted 0, ascending, at most {total} tokens; got {offsets[:3]} .. {offsets[-3:]}"
+        )
+    return offsets
+
+
+def _valid_positions(shape: tuple[int, int], lengths: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Flat positions of the valid tokens of a padded collection, and how many each document has."""
+    count, longest = shape
+    if mask is not None:
+        mask = mask.get() if isinstance(mask, cp.ndarray) else np.asarray(mask)
+        if mask.shape != shape or (mask.dtype.kind != "b" and not np.isin(mask, (0, 1)).all()):
+            raise ShapeMismatch(
+                f"mask: dtype {mask.dtype}, shape {mask.shape}, wanted {shape} of booleans (or integers 0 and 1)"
+            )
+        valid = mask.astype(bool)
+    else:
+        lengths = _host_integers(lengths, "lengths")
+        if lengths.shape != (count,) or (lengths < 0).any() or (lengths > longest).any():
+            raise ShapeMismatch(f"lengths: wanted {count} numbers from 0 to {longest}, got shape {lengths.shape}")
+        valid = np.arange(longest) < lengths[:, None]
+    return np.flatnonzero(valid), valid.sum(1)
+
+
+# ------------------------------------------------------------------------------------- the collection
+
+
+class CudaCollection:
+    """Token matrices on one CUDA device.
+
+    Parameters
+    ----------
+    tokens : cupy.ndarray, shape (total, depth)
+        In the input's type (bf16 as uint16), rows contiguous.
+    offsets : numpy.ndarray of int64, shape (count + 1,)
+        Set i holds tokens ``offsets[i]`` to ``offsets[i + 1]``.
+    dtype : str
+        ``"bf16"``, ``"f16"`` or ``"f32"``.
+    row : str
+        ``"sm90"`` or ``"sm80"``: the kernels that will score it.
+
+    Attributes
+    ----------
+    plane : cupy.ndarray of uint16, shape (total, stride)
+        What tensor cores read: the tokens, rows padded with zeros to 16 bytes; for f32 the f16 screen.
+    """
+
+    def __init__(self, tokens: cp.ndarray, offsets: np.ndarray, dtype: str, row: str) -> None:
+        self.dtype, self.row = dtype, row
+        self.depth = tokens.shape[1]
+        self.stride = (self.depth + 7) // 8 * 8
+        self.device_id = tokens.device.id
+        self.host_offsets = offsets
+        self.originals: cp.ndarray | None = None
+        self._loud: np.ndarray | None = None  # what the device said of loudness, in host memory
+        self._schedules: dict[Any, Schedule] = {}
+        if dtype == "f32":
+            self.originals = tokens
+            self.plane = cp.empty((tokens.shape[0], self.stride), np.uint16)
+        else:
+            self.plane = _padded_rows(tokens.view(np.uint16), self.stride)
+
+    # ---------------------------------------------------------------- what it is
+    def __len__(self) -> int:
+        return len(self.host_offsets) - 1
+
+    def __repr__(self) -> str:
+        tokens = int(self.host_offsets[-1] - self.host_offsets[0])
+        return (
+            f"<CudaCollection {len(self)} sets, {tokens} tokens, depth {self.depth}, {self.dtype}, "
+            f"row {self.row}, {self.device}, {self.nbytes} bytes>"
+        )
+
+    @property
+    def device(self) -> str:
+        """``"cuda:<index>"``."""
+        return f"cuda:{self.device_id}"
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens a set, on the host."""
+        return np.diff(self.host_offsets)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest set."""
+        return int(self.lengths.max(initial=0))
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether set i starts at token ``i * longest``, so that kernels need no offsets."""
+        return self.host_offsets[0] == 0 and bool((self.lengths == self.longest).all())
+
+    @cached_property
+    def offsets(self) -> cp.ndarray:
+        """The offsets on the device, int64."""
+        with cp.cuda.Device(self.device_id):
+            return cp.asarray(self.host_offsets)
+
+    @property
+    def offsets_pointer(self) -> int:
+        """For kernels: 0 where the sets are uniform."""
+        return 0 if self.uniform else self.offsets.data.ptr
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it holds on to."""
+        held = [self.plane, self.originals, *(self.__dict__.get(name) for name in ("offsets", "_stats"))]
+        flat = [array for entry in held for array in (entry if isinstance(entry, tuple) else (entry,))]
+        return sum(array.nbytes for array in flat if isinstance(array, cp.ndarray))
+
+    # ---------------------------------------------------------------- what scoring needs
+    @cached_property
+    def _stats(self) -> tuple[cp.ndarray, cp.ndarray]:
+        with cp.cuda.Device(self.device_id):
+            total, count = self.plane.shape[0], len(self)
+            squares = cp.empty(total, np.float64)
+            sets = cp.zeros((count + 1, 4), np.float32)
+            tokens = self.plane if self.originals is None else self.originals
+            stats = kernel("token_stats.cu", self.row, self.device_id, 128, DTYPE=DTYPE_IDS[self.dtype])
+            splits = min((self.longest + 7) // 8, max(1, 4096 // max(count, 1)))
+            if count and splits:
+                parameters = STATS.pack(
+                    tokens.data.ptr, self.offsets_pointer, squares.data.ptr,
+                    self.plane.data.ptr if self.originals is not None else 0, sets.data.ptr,
+                    count, self.longest, self.depth, tokens.shape[1], self.stride,
+                )  # fmt: skip
+                stats.launch((min(count, 1 << 20), splits), cp.cuda.get_current_stream().ptr, parameters)
+            return squares, sets
+
+    @property
+    def squares(self) -> cp.ndarray:
+        """Squared norm of every token, f64."""
+        return self._stats[0]
+
+    @property
+    def sets(self) -> cp.ndarray:
+        """Largest norm, largest screen residual and whether a token is loud, f32 ``[count, 4]``."""
+        return self._stats[1][: len(self)]
+
+    def prepare(self) -> None:
+        """Queue what later calls need, on the current stream: norms, loudness, the f32 screen."""
+        _ = self.offsets
+        if self._loud is None:
+            with cp.cuda.Device(self.device_id):
+                self._loud = _announce(self._stats[1][len(self)])
+
+    @property
+    def may_be_loud(self) -> bool:
+        """Whether a product with these tokens could overflow f32, as far as the host knows: it never waits for the device.
+
+        Only bf16 reaches there (a squared norm of 2^112). True until the device's answer has arrived in host memory.
+        """
+        return self.dtype == "bf16" and (self._loud is None or bool(self._loud[0]))
+
+    @cached_property
+    def document_map(self) -> bytes:
+        """CUtensorMap of the plane: boxes of 64 tokens x 64 columns in 128-byte swizzle, zeros outside."""
+        return _encode_tensor_map(self.plane, self.dtype, 64)
+
+    @cached_property
+    def query_map(self) -> bytes:
+        """The same in boxes of 16 tokens."""
+        return _encode_tensor_map(self.plane, self.dtype, 16)
+
+    # ---------------------------------------------------------------- parts and ways back
+    def __getitem__(self, which: slice) -> CudaCollection:
+        """Neighbouring sets, sharing this collection's memory."""
+        start, stop, step = which.indices(len(self))
+        if step != 1:
+            raise ShapeMismatch(f"slice: step {step}, wanted 1; pack the chosen sets instead")
+        part = object.__new__(CudaCollection)
+        kept = (
+            "dtype",
+            "row",
+            "depth",
+            "stride",
+            "device_id",
+            "originals",
+            "plane",
+            "document_map",
+            "query_map",
+            "_loud",
+        )
+        part.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        part.host_offsets = self.host_offsets[start : max(start, stop) + 1]
+        part._schedules = {}
+        if "_stats" in self.__dict__:
+            squares, sets = self._stats
+            part.__dict__["_stats"] = squares, sets[start : max(start, stop) + 1]
+        if "offsets" in self.__dict__:
+            part.__dict__["offsets"] = self.offsets[start : max(start, stop) + 1]
+        return part
+
+    def unpack(self) -> cp.ndarray:
+        """The stored tokens, bit for bit, ``[tokens, depth]`` (bf16 as uint16)."""
+        stored = self.originals if self.originals is not None else self.plane[:, : self.depth].view(STORED[self.dtype])
+        return stored[int(self.host_offsets[0]) : int(self.host_offsets[-1])]
+
+    def to_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (bf16 as uint16) and offsets as NumPy arrays; waits for the copy."""
+        return cp.ascontiguousarray(self.unpack()).get(), self.host_offsets - self.host_offsets[0]
+
+
+def _padded_rows(tokens: cp.ndarray, stride: int) -> cp.ndarray:
+    """Rows that start on 16 bytes and end in zeros; the array itself where it already is so."""
+    total, depth = tokens.shape
+    if depth == stride and tokens.flags.c_contiguous and tokens.data.ptr % 16 == 0:
+        return tokens
+    rows = cp.zeros((total, stride), np.uint16) if depth < stride else cp.empty((total, stride), np.uint16)
+    rows[:, :depth] = tokens
+    return rows
+
+
+_pinned: list[Any] = []  # chunks of words, the last one with its number of words in use
+
+
+def pinned_word(initial: float) -> np.ndarray:
+    """Four bytes of pinned host memory, which the device may write, as an array; never reused, a late write harms nobody."""
+    if not _pinned or _pinned[-1][1] == WORDS:
+        _pinned.append([np.frombuffer(cp.cuda.alloc_pinned_memory(4 * WORDS), np.float32, WORDS), 0])
+    words, used = _pinned[-1]
+    _pinned[-1][1] += 1
+    words[used] = initial
+    return words[used : used + 1]
+
+
+def _announce(any_loud: cp.ndarray) -> np.ndarray:
+    """Start copying a device word to host memory, which reads 1 until the answer is there."""
+    word = pinned_word(1.0)
+    stream, kind = cp.cuda.get_current_stream().ptr, cp.cuda.runtime.memcpyDeviceToHost
+    cp.cuda.runtime.memcpyAsync(word.ctypes.data, any_loud.data.ptr, 4, kind, stream)
+    return word
+
+
+def _encode_tensor_map(plane: cp.ndarray, dtype: str, box_tokens: int) -> bytes:
+    try:
+        encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"sm90: the driver has no cuTensorMapEncodeTiled ({error}); use backend='sm80'"
+        ) from None
+    total, stride = plane.shape
+    memory = ctypes.create_string_buffer(128 + 64)
+    aligned = (ctypes.addressof(memory) + 63) & ~63
+    status = encode(
+        ctypes.c_void_p(aligned), ctypes.c_int(TENSOR_MAP_TYPES[dtype]), ctypes.c_uint32(2), ctypes.c_void_p(plane.data.ptr),
+        (ctypes.c_uint64 * 2)(stride, max(total, 1)), (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box_tokens),
+        (ctypes.c_uint32 * 2)(1, 1), ctypes.c_int(0), ctypes.c_int(3), ctypes.c_int(3), ctypes.c_int(0),
+    )  # no interleave, 128-byte swizzle, 256-byte L2 promotion, zeros outside  # fmt: skip
+    if status:
+        raise BackendUnavailable(
+            f"sm90: cuTensorMapEncodeTiled refused {total} x {stride} tokens (CUDA error {status})"
+        )
+    return ctypes.string_at(aligned, 128)
+
+
+# ------------------------------------------------------------------------------------- packing
+
+
+def pack(
+    x: Any,
+    *,
+    offsets: Any = None,
+    lengths: Any = None,
+    mask: Any = None,
+    dtype: str | None = None,
+    row: str | None = None,
+    copy: bool = True,
+) -> CudaCollection:
+    """Put CUDA arrays into one collection on their device.
+
+    Offsets, lengths and masks are read on the host: arrays of the device are copied there, which waits for them.
+
+    Parameters
+    ----------
+    x : array or list of arrays
+        ``[n, d]`` one set, list of ``[n_i, d]``, ``[total, d]`` with `offsets`, ``[B, L, d]`` alone or with `lengths` or
+        `mask`. Any strides.
+    offsets, lengths, mask : array of integers, array of integers, array of booleans
+        ``[B + 1]``, ``[B]``, ``[B, L]`` (holes allowed).
+    dtype : str
+        ``"bf16"`` for bits of bfloat16 numbers in uint16.
+    row : str
+        Default: the best one for the device.
+    copy : bool
+        Whether contiguous tokens are copied; False shares the caller's memory.
+
+    Raises
+    ------
+    UnsupportedDtype, DeviceMismatch, ShapeMismatch
+    """
+    from .rows import best_row
+
+    if isinstance(x, CudaCollection):
+        return x
+    if isinstance(x, (list, tuple)):
+        source, dtype = as_tokens(x[0], dtype, "x[0]") if x else (None, dtype)
+        tokens, dtype, offsets = _concatenate(x, dtype)
+    else:
+        source, dtype = as_tokens(x, dtype)
+        with cp.cuda.Device(source.device.id):
+            tokens, offsets = _flatten(source, offsets, lengths, mask)
+    if not 1 <= tokens.shape[1] <= MAX_DEPTH:
+        raise ShapeMismatch(f"x: depth {tokens.shape[1]}, wanted 1 to {MAX_DEPTH}")
+    with cp.cuda.Device(tokens.device.id):
+        if not tokens.flags.c_contiguous or (copy and tokens.data.mem is source.data.mem):
+            tokens = cp.array(tokens, copy=True, order="C")
+        return CudaCollection(tokens, offsets, dtype, row or best_row(tokens.device.id))
+
+
+def _concatenate(arrays: Any, dtype: str | None) -> tuple[cp.ndarray, str, np.ndarray]:
+    views = [as_tokens(one, dtype, f"x[{i}]") for i, one in enumerate(arrays)]
+    if not views:
+        raise ShapeMismatch("x: an empty list has no depth; pass an array of shape (0, depth) with offsets=[0]")
+    first, dtype = views[0]
+    for i, (view, found) in enumerate(views):
+        if view.ndim != 2 or view.shape[1] != first.shape[-1]:
+            raise ShapeMismatch(f"x[{i}]: shape {view.shape}, wanted (tokens, {first.shape[-1]}) as x[0]")
+        if found != dtype:
+            raise UnsupportedDtype(f"x[{i}]: {found}, but x[0] is {dtype}; convert one of them")
+        if view.device.id != first.device.id:
+            raise DeviceMismatch(
+                f"x[{i}]: on cuda:{view.device.id}, but x[0] is on cuda:{first.device.id}; copy one of them over"
+            )
+    offsets = np.concatenate([[0], np.cumsum([view.shape[0] for view, _ in views], dtype=np.int64)])
+    with cp.cuda.Device(first.device.id):
+        return cp.concatenate([view for view, _ in views]), dtype, offsets
+
+
+def _flatten(tokens: cp.ndarray, offsets: Any, lengths: Any, mask: Any) -> tuple[cp.ndarray, np.ndarray]:
+    if sum(given is not None for given in (offsets, lengths, mask)) > 1:
+        raise ShapeMismatch("offsets, lengths, mask: at most one of them")
+    if tokens.ndim == 2 and lengths is None and mask is None:
+        total = tokens.shape[0]
+        ends = (
+            np.array([0, total], np.int64)
+            if offsets is None
+            else _check_offsets(_host_integers(offsets, "offsets"), total)
+        )
+        return tokens[: int(ends[-1])], ends
+    if tokens.ndim != 3 or offsets is not None:
+        raise ShapeMismatch(
+            f"x: shape {tokens.shape}, wanted (n, d), (total, d) with offsets, or (B, L, d) with lengths or mask"
+        )
+    count, longest, depth = tokens.shape
+    if lengths is None and mask is None:
+        return tokens.reshape(count * longest, depth), np.arange(count + 1, dtype=np.int64) * longest
+    positions, counts = _valid_positions((count, longest), lengths, mask)
+    ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    if len(positions) == count * longest:
+        return tokens.reshape(count * longest, depth), ends
+    where = cp.asarray(positions)
+    return tokens[where // max(longest, 1), where % max(longest, 1)], ends

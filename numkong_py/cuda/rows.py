@@ -1,0 +1,93 @@
+"""The two CUDA rows of the table of backends. Nothing here touches a device before it is asked."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from importlib.util import find_spec
+
+from ..errors import BackendUnavailable
+
+__all__ = ["CudaRow", "best_row", "cuda_rows"]
+
+
+class CudaRow:
+    """One row of the table of backends.
+
+    Attributes
+    ----------
+    name : str
+        ``"sm90"`` (wgmma, Hopper alone) or ``"sm80"`` (mma.sync, Ampere and everything newer).
+    device : str
+        ``"cuda"``.
+    dtypes : tuple of str
+    required : int
+        CPU capabilities: none.
+    """
+
+    device = "cuda"
+    dtypes = ("bf16", "f16", "f32")
+    required = 0
+
+    def __init__(self, name: str, layout: int) -> None:
+        self.name, self.layout = name, layout
+
+    def __repr__(self) -> str:
+        state = "available" if self.available else f"not available: {self.reason}"
+        return f"<numkong_py row {self.name!r} on {self.device}: {' '.join(self.dtypes)}, {state}>"
+
+    @property
+    def available(self) -> bool:
+        """Whether a device of this machine can run it; the first question starts the CUDA runtime."""
+        return self.reason is None
+
+    @cached_property
+    def reason(self) -> str | None:
+        """Why it cannot run here, or None."""
+        if find_spec("cupy") is None:
+            return "CuPy is not installed; pip install numkong-py[cuda12] or numkong-py[cuda13]"
+        try:
+            found = _capabilities()
+        except Exception as error:  # whatever the driver, the runtime or CuPy cannot do here
+            return f"no CUDA device: {str(error).splitlines()[0]}"
+        if not any(self.runs_on(capability) for capability in found):
+            return f"devices have compute capability {', '.join(map(str, found)) or 'none'}, {self.name} wants {self.wanted}"
+        return None
+
+    @property
+    def wanted(self) -> str:
+        """Compute capability, in words."""
+        return "90" if self.name == "sm90" else "80 or newer"
+
+    def runs_on(self, capability: int) -> bool:
+        """Whether its kernels run on a device of that compute capability."""
+        return capability == 90 if self.name == "sm90" else capability >= 80
+
+
+SM90, SM80 = CudaRow("sm90", 0x90), CudaRow("sm80", 0x80)
+
+
+def cuda_rows() -> tuple[CudaRow, ...]:
+    """The CUDA rows, best first; nothing is loaded until ``available`` or ``reason`` is read."""
+    return SM90, SM80
+
+
+@cache
+def _capabilities() -> tuple[int, ...]:
+    import cupy
+
+    return tuple(int(cupy.cuda.Device(i).compute_capability) for i in range(cupy.cuda.runtime.getDeviceCount()))
+
+
+def best_row(device: int) -> str:
+    """Name of the best row for a device.
+
+    Raises
+    ------
+    BackendUnavailable
+        The device is older than compute capability 8.0.
+    """
+    capability = _capabilities()[device]
+    for row in cuda_rows():
+        if row.runs_on(capability):
+            return row.name
+    raise BackendUnavailable(f"cuda:{device}: compute capability {capability}, wanted 80 or newer; use a CPU row")

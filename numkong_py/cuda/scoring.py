@@ -1,0 +1,555 @@
+"""Scores on the device: picks a kernel by row, type, metric and shape, and queues it on the caller's current stream."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+
+from ..errors import DeviceMismatch, InvalidArgument, NumKongError, ShapeMismatch, UnsupportedDtype
+from . import launch_table
+from .collection import DTYPE_IDS, CudaCollection, pack, pinned_word
+from .compile import Kernel, kernel
+from .launch_table import Variant
+from .plan import Pieces, balance, chunk_count, cut_documents, deal_documents
+
+__all__ = ["Scores", "score", "warmup"]
+
+METRICS = {"dot": 0, "cosine": 1, "angular": 2}
+SCRATCH_BYTES = 256 << 20  # token maxima of pieces kept at a time; more queries go in several launches
+MATRIX_FLOPS, MEMORY_BYTES = (
+    7e14,
+    4.2e12,
+)  # a second, H200 (bench: ceilings); only to weigh a second kernel against idle CTAs
+SECOND_KERNEL_SECONDS = 4e-6
+
+FORWARD = struct.Struct("@128s128s11Qqf10i")  # Params of forward.cuh
+COMBINE = struct.Struct("@9Qqf4i")  # of combine.cu
+GENERAL = struct.Struct("@5Qq2i5Qq2i9Qd2q7i")  # of maxsim_sm80.cu
+GENERAL_SHARED_BYTES = 3 * 16384 + 1024 + 36 * 1024  # stages, alignment, struct Shared
+GENERAL_THREADS = 128
+
+
+class Scores(NamedTuple):
+    """What was asked for; the rest is None.
+
+    Attributes
+    ----------
+    scores : cupy.ndarray, shape (queries, slots)
+        f32 for bf16 and f16, f64 for f32.
+    argmax : cupy.ndarray of int32, shape (queries, slots, longest query)
+    token_scores : cupy.ndarray, shape of argmax
+    bounds : cupy.ndarray of f64, shape of scores
+    """
+
+    scores: cp.ndarray
+    argmax: cp.ndarray | None = None
+    token_scores: cp.ndarray | None = None
+    bounds: cp.ndarray | None = None
+
+
+class Options(NamedTuple):
+    """How scores are made."""
+
+    metric: str
+    mean: bool
+    empty: float
+
+
+class Outputs(NamedTuple):
+    """Where a call writes: shapes (queries, slots) and (queries, slots, longest query)."""
+
+    scores: cp.ndarray
+    token_scores: cp.ndarray | None
+    argmax: cp.ndarray | None
+
+    def part(self, queries: slice) -> Outputs:
+        """The rows of some queries."""
+        return Outputs(*(None if array is None else array[queries] for array in self))
+
+
+def _pointer(array: cp.ndarray | None) -> int:
+    return 0 if array is None else array.data.ptr
+
+
+# ------------------------------------------------------------------------------------- errors of the device
+
+_error_words: dict[int, np.ndarray] = {}
+_lock = threading.Lock()
+
+
+def _error_word(device: int) -> np.ndarray:
+    """The word that kernels set when a bounded wait runs out; host memory, so that reading it waits for nothing."""
+    if device not in _error_words:
+        with _lock:
+            _error_words.setdefault(device, pinned_word(0.0))
+    return _error_words[device]
+
+
+def _raise_device_error(device: int) -> None:
+    word = _error_word(device).view(np.int32)
+    if word[0]:
+        code, word[0] = int(word[0]), 0
+        raise NumKongError(f"cuda:{device}: a wait in an earlier call ran out (code {code}); its scores are not valid")
+
+
+# ------------------------------------------------------------------------------------- the forward kernel (sm90)
+
+
+class Schedule(NamedTuple):
+    """Pieces on the device."""
+
+    pieces: cp.ndarray
+    chunk_begin: cp.ndarray
+    piece_begin: cp.ndarray
+    base: cp.ndarray
+    chunks: int
+    count: int
+
+
+def _schedule(documents: CudaCollection, chunks: int, cut: bool, tile: int) -> Schedule:
+    key = (chunks, cut, tile)
+    if key not in documents._schedules:
+        pieces: Pieces = (cut_documents if cut else deal_documents)(documents.host_offsets, chunks, tile)
+        parts = (pieces.table(), pieces.chunk_begin, pieces.piece_begin, pieces.base)
+        on_device = [cp.asarray(np.ascontiguousarray(part, np.int32)) for part in parts]
+        documents._schedules[key] = Schedule(*on_device, len(pieces.chunk_begin) - 1, len(pieces.start))
+    return documents._schedules[key]
+
+
+_multiprocessors: dict[int, int] = {}
+
+
+def _multiprocessor_count(device: int) -> int:
+    if device not in _multiprocessors:
+        _multiprocessors[device] = cp.cuda.Device(device).attributes["MultiProcessorCount"]
+    return _multiprocessors[device]
+
+
+def _forward_kernel(variant: Variant, mode: int, dtype: str, device: int) -> Kernel:
+    return kernel(variant.source, "sm90", device, variant.threads, variant.shared_bytes, **variant.macros(mode, dtype))
+
+
+class Launch(NamedTuple):
+    """One launch of the forward kernel: variant, query blocks, 16-row groups a block, chunks, whether documents are cut."""
+
+    variant: Variant
+    mode: int
+    blocks: int
+    block_groups: int
+    chunks: int
+    cut: bool
+
+
+def _plan(queries: CudaCollection, documents: CudaCollection, mode: int) -> Launch:
+    groups = (queries.longest + 15) // 16
+    total = len(queries) * groups
+    variant = launch_table.forward(total * 16, documents.stride, mode)
+    grid = _multiprocessor_count(documents.device_id) * variant.ctas
+    whole = variant.groups // groups * groups  # groups of whole queries a CTA holds
+    if mode != launch_table.SCREEN and whole and (total <= whole or whole >= 0.85 * variant.groups):
+        blocks = -(-total // whole)
+        chunks = chunk_count(blocks, grid, len(documents))
+        tokens = int(documents.lengths.sum())
+        flops, moved = 2.0 * total * 16 * tokens * documents.stride, 2.0 * tokens * documents.stride
+        seconds = max(flops / MATRIX_FLOPS, moved / MEMORY_BYTES)
+        idle = 1.0 / (balance(documents.lengths, chunks, variant.tile_tokens) * min(1.0, blocks * chunks / grid)) - 1.0
+        if flops / MATRIX_FLOPS < moved / MEMORY_BYTES and len(documents) >= grid:
+            idle = 0.0  # memory is busy whichever CTA asks
+        if seconds * idle <= SECOND_KERNEL_SECONDS:
+            return Launch(variant, mode, blocks, whole, chunks, False)
+    blocks = -(-total // variant.groups)
+    tiles = int((-(-documents.lengths // variant.tile_tokens)).sum())
+    return Launch(variant, mode, blocks, variant.groups, chunk_count(blocks, grid, tiles), True)
+
+
+def _launch_forward(
+    launch: Launch,
+    queries: CudaCollection,
+    documents: CudaCollection,
+    options: Options,
+    slots: int,
+    scores: cp.ndarray | None,
+    per_token: tuple[cp.ndarray | None, cp.ndarray | None, cp.ndarray | None],
+    schedule: Schedule | None,
+    candidates: cp.ndarray | None = None,
+) -> None:
+    device = documents.device_id
+    run = _forward_kernel(launch.variant, launch.mode, documents.dtype, device)
+    items = launch.blocks * launch.chunks
+    parameters = FORWARD.pack(
+        documents.document_map, queries.query_map if documents.stride > 128 else b"", queries.plane.data.ptr, queries.offsets_pointer,
+        _pointer(schedule and schedule.pieces), _pointer(schedule and schedule.chunk_begin), _pointer(candidates),
+        documents.offsets.data.ptr if candidates is not None else 0,
+        _pointer(scores), *map(_pointer, per_token), _error_word(device).ctypes.data, len(documents), options.empty,
+        options.mean, len(queries), queries.longest, (queries.longest + 15) // 16, queries.stride, slots,
+        launch.blocks, launch.chunks, launch.block_groups, launch.variant.stages,
+    )  # fmt: skip
+    grid = min(items, _multiprocessor_count(device) * launch.variant.ctas)
+    run.launch(grid, cp.cuda.get_current_stream().ptr, parameters)
+
+
+def _forward(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs) -> None:
+    """All pairs of bf16 or f16 sets, dot."""
+    mode = launch_table.SCORE if out.argmax is None else launch_table.ARGMAX
+    key = (len(queries), queries.longest, mode, "plan")
+    launch = documents._schedules.get(key)
+    if launch is None:
+        launch = documents._schedules[key] = _plan(queries, documents, mode)
+    schedule = _schedule(documents, launch.chunks, launch.cut, launch.variant.tile_tokens)
+    if not launch.cut:
+        token_scores = out.token_scores if out.argmax is None else _required(out.token_scores, out.argmax)
+        _launch_forward(
+            launch, queries, documents, options, len(documents), out.scores, (token_scores, out.argmax, None), schedule
+        )
+        return
+    launch = launch._replace(chunks=schedule.chunks)
+    shape = (len(queries), schedule.count, queries.longest)
+    maxima = _scratch(shape, np.float32)
+    argmax = None if out.argmax is None else _scratch(shape, np.int32)
+    _launch_forward(launch, queries, documents, options, schedule.count, None, (maxima, argmax, None), schedule)
+    items = len(queries) * len(documents)
+    parameters = COMBINE.pack(
+        maxima.data.ptr, _pointer(argmax), schedule.piece_begin.data.ptr, schedule.base.data.ptr, queries.offsets_pointer,
+        documents.offsets.data.ptr, out.scores.data.ptr, _pointer(out.token_scores), _pointer(out.argmax), items,
+        options.empty, options.mean, len(documents), schedule.count, queries.longest,
+    )  # fmt: skip
+    combine = kernel("combine.cu", documents.row, documents.device_id, 128)
+    combine.launch(min(items, 1 << 20), cp.cuda.get_current_stream().ptr, parameters)
+
+
+def _forward_candidates(
+    queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs, candidates: cp.ndarray
+) -> None:
+    """A list of documents for each query: the kernel's producer follows the list, nothing is gathered."""
+    mode = launch_table.SCORE if out.argmax is None else launch_table.ARGMAX
+    groups = (queries.longest + 15) // 16
+    variant = launch_table.forward(groups * 16, documents.stride, mode)
+    grid = _multiprocessor_count(documents.device_id) * variant.ctas
+    slots = out.scores.shape[1]
+    launch = Launch(variant, mode, len(queries), groups, chunk_count(len(queries), grid, slots), False)
+    token_scores = out.token_scores if out.argmax is None else _required(out.token_scores, out.argmax)
+    _launch_forward(
+        launch, queries, documents, options, slots, out.scores, (token_scores, out.argmax, None), None, candidates
+    )
+
+
+_kept: list[cp.ndarray] = []
+
+
+def _scratch(shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
+    """Memory for the span of a call. A graph that is being captured will write to it at every replay, so it is never given back."""
+    array = cp.empty(shape, dtype)
+    if cp.cuda.get_current_stream().is_capturing():
+        _kept.append(array)
+    return array
+
+
+def _required(token_scores: cp.ndarray | None, argmax: cp.ndarray, dtype: Any = np.float32) -> cp.ndarray:
+    """Token scores go with the argmax in the kernels; a scratch array where the caller did not ask for them."""
+    return _scratch(argmax.shape, dtype) if token_scores is None else token_scores
+
+
+# ------------------------------------------------------------------------------------- the general kernel (sm80)
+
+
+class Screened(NamedTuple):
+    """Output of the forward kernel's screen, and the pieces it belongs to."""
+
+    best: cp.ndarray
+    second: cp.ndarray
+    index: cp.ndarray
+    schedule: Schedule
+
+
+def _side(collection: CudaCollection, listed: bool) -> tuple[int, ...]:
+    return (
+        collection.plane.data.ptr, _pointer(collection.originals), collection.squares.data.ptr if listed else 0,
+        collection.sets.data.ptr if listed else 0, collection.offsets_pointer, len(collection), collection.longest,
+        collection.stride,
+    )  # fmt: skip
+
+
+def _general(
+    queries: CudaCollection,
+    documents: CudaCollection,
+    options: Options,
+    out: Outputs,
+    candidates: cp.ndarray | None = None,
+    pairs: bool = False,
+    screened: Screened | None = None,
+    only_loud: bool = False,
+) -> None:
+    """Any type, metric and layout, by mma.sync and f64 where the contract's pair value asks for it."""
+    device, dtype = documents.device_id, documents.dtype
+    listed = dtype == "f32" or options.metric != "dot" or only_loud
+    run = kernel(
+        "maxsim_sm80.cu",
+        documents.row,
+        device,
+        GENERAL_THREADS,
+        GENERAL_SHARED_BYTES,
+        DTYPE=DTYPE_IDS[dtype],
+        LISTED=int(listed),
+    )
+    query_rows = max((queries.longest + 15) // 16 * 16, 16)
+    together = 1 if pairs or candidates is not None else max(1, 64 // query_rows)
+    slots = out.scores.shape[1]
+    items = slots * -(-len(queries) // together)
+    token_scores, argmax = out.token_scores, out.argmax
+    if argmax is None and token_scores is not None:
+        argmax = _scratch(token_scores.shape, np.int32)
+    if argmax is not None:
+        token_scores = _required(token_scores, argmax, out.scores.dtype)
+    parameters = GENERAL.pack(
+        *_side(queries, listed), *_side(documents, listed), _pointer(candidates),
+        *((screened.best.data.ptr, screened.second.data.ptr, screened.index.data.ptr) if screened else (0, 0, 0)),
+        *((screened.schedule.piece_begin.data.ptr, screened.schedule.base.data.ptr) if screened else (0, 0)),
+        out.scores.data.ptr, _pointer(token_scores), _pointer(argmax), options.empty, slots, items,
+        METRICS[options.metric], options.mean, documents.depth, screened.schedule.count if screened else 0, pairs, only_loud,
+        together,
+    )  # fmt: skip
+    grid = min(items, 16 * _multiprocessor_count(device))
+    run.launch(grid, cp.cuda.get_current_stream().ptr, parameters)
+
+
+def _screened_f32(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs) -> None:
+    """f32, dot, all pairs: wgmma over the f16 planes finds best and second best, f64 decides."""
+    launch = _plan(queries, documents, launch_table.SCREEN)
+    schedule = _schedule(documents, launch.chunks, True, launch.variant.tile_tokens)
+    launch = launch._replace(chunks=schedule.chunks)
+    shape = (len(queries), schedule.count, queries.longest)
+    best, second, index = (_scratch(shape, dtype) for dtype in (np.float32, np.float32, np.int32))
+    _launch_forward(launch, queries, documents, options, schedule.count, None, (best, index, second), schedule)
+    _general(queries, documents, options, out, screened=Screened(best, second, index, schedule))
+
+
+# ------------------------------------------------------------------------------------- bounds
+
+
+def _norm_sums(queries: CudaCollection) -> cp.ndarray:
+    norms = cp.sqrt(queries.squares)
+    if queries.uniform and queries.longest:
+        return norms[: len(queries) * queries.longest].reshape(len(queries), queries.longest).sum(1)
+    running = cp.concatenate([cp.zeros(1), cp.cumsum(cp.where(cp.isfinite(norms), norms, 0.0))])
+    sums = running[queries.offsets[1:]] - running[queries.offsets[:-1]] + running[-1] * 2.0**-44
+    return cp.where(cp.isfinite(queries.sets[:, 0]), sums, cp.inf)
+
+
+def _bounds(
+    queries: CudaCollection, documents: CudaCollection, options: Options, scores: cp.ndarray, chosen: cp.ndarray | None
+) -> cp.ndarray:
+    """The contract's bound per score: |score - exact| <= E. Matrix units: 36 ceil(d / 16) 2^-24 an f32 chain."""
+    depth, f32 = documents.depth, documents.dtype == "f32"
+    counts = cp.asarray(queries.lengths.astype(np.float64))[:, None]
+    unit = 36 * -(-depth // 16) * 2.0**-24
+    output = 0.0 if f32 else 2.0**-24
+    if options.metric == "dot":
+        largest = documents.sets[:, 0].astype(np.float64)
+        largest = largest[None, :] if chosen is None else cp.where(chosen >= 0, largest[cp.maximum(chosen, 0)], 0.0)
+        scale = cp.where(counts > 0, _norm_sums(queries)[:, None] * largest, 0.0)
+        pair = (depth + 1) * 2.0**-53 if f32 else unit
+        absolute = 0.0 if f32 else counts * depth * 2.0**-149 + 2.0**-149
+        bound = (pair + counts * 2.0**-53) * scale + output * cp.abs(scores) + absolute
+    else:
+        pair = (2 * depth + 6) * 2.0**-53 + (0.0 if f32 else max((depth + 2) * 2.0**-24, unit))
+        pair += 4 * 2.0**-53 if options.metric == "angular" else 0.0
+        bound = counts * (pair + counts * 2.0**-53) + output * cp.abs(scores)
+    if options.mean:
+        bound = bound / cp.maximum(counts, 1.0) + output * cp.abs(scores)
+    bound = bound * (1.0 + 2.0**-20)
+    lengths = cp.asarray(documents.lengths)
+    lengths = lengths[None, :] if chosen is None else cp.where(chosen >= 0, lengths[cp.maximum(chosen, 0)], 0)
+    return cp.where((counts == 0) | (lengths == 0), 0.0, cp.where(cp.isfinite(scores), bound, cp.inf))
+
+
+# ------------------------------------------------------------------------------------- the entry point
+
+
+def _side_of(x: Any, dtype: str | None, argument: str) -> CudaCollection:
+    if isinstance(x, CudaCollection):
+        return x
+    return pack(x, dtype=dtype, copy=False)
+
+
+def _check(queries: CudaCollection, documents: CudaCollection, options: dict[str, Any]) -> None:
+    if queries.dtype != documents.dtype:
+        raise UnsupportedDtype(f"queries are {queries.dtype}, documents {documents.dtype}; convert one of them")
+    if queries.depth != documents.depth:
+        raise ShapeMismatch(f"queries have depth {queries.depth}, documents {documents.depth}")
+    if queries.device_id != documents.device_id:
+        raise DeviceMismatch(f"queries are on {queries.device}, documents on {documents.device}; copy one of them over")
+    if options["metric"] not in METRICS:
+        raise InvalidArgument(f"metric: {options['metric']!r}, wanted one of {', '.join(map(repr, METRICS))}")
+    if options["reduction"] not in ("sum", "mean"):
+        raise InvalidArgument(f"reduction: {options['reduction']!r}, wanted 'sum' or 'mean'")
+
+
+def _candidate_array(candidates: Any, queries: CudaCollection) -> cp.ndarray:
+    candidates = cp.ascontiguousarray(cp.asarray(candidates), dtype=np.int64)
+    if candidates.ndim != 2 or candidates.shape[0] != len(queries):
+        raise ShapeMismatch(f"candidates: shape {candidates.shape}, wanted ({len(queries)}, K)")
+    if candidates.device.id != queries.device_id:
+        raise DeviceMismatch(
+            f"candidates: on cuda:{candidates.device.id}, queries are on {queries.device}; copy them over"
+        )
+    return candidates
+
+
+def score(
+    queries: Any,
+    documents: Any,
+    *,
+    metric: str = "dot",
+    reduction: str = "sum",
+    empty: float | None = None,
+    candidates: Any = None,
+    pairs: bool = False,
+    dtype: str | None = None,
+    return_argmax: bool = False,
+    return_token_scores: bool = False,
+    return_bounds: bool = False,
+    out: cp.ndarray | None = None,
+) -> Scores:
+    """Score queries against documents on their device, on the current stream, without waiting for it.
+
+    Parameters
+    ----------
+    queries, documents : CudaCollection or anything that `pack` takes
+        Of one type, depth and device.
+    metric, reduction, empty
+        As in `numkong_py.maxsim`.
+    candidates : integers, shape (queries, K)
+        Document indices for each query; a device array is not read on the host, an index out of range scores as an empty document.
+    pairs : bool
+        The i-th query against the i-th document: slots are 1.
+    out : cupy.ndarray, shape (queries, slots)
+        Where scores go: f32, for f32 inputs f64, C-contiguous.
+
+    Raises
+    ------
+    UnsupportedDtype, ShapeMismatch, DeviceMismatch, InvalidArgument
+    NumKongError
+        A kernel of an earlier call gave up waiting.
+    """
+    queries, documents = _side_of(queries, dtype, "queries"), _side_of(documents, dtype, "documents")
+    _check(queries, documents, {"metric": metric, "reduction": reduction})
+    with cp.cuda.Device(documents.device_id):
+        _raise_device_error(documents.device_id)
+        if pairs and (candidates is not None or len(queries) != len(documents)):
+            raise ShapeMismatch(
+                f"pairs: {len(queries)} queries and {len(documents)} documents, wanted as many, and no candidates"
+            )
+        if candidates is not None:
+            candidates = _candidate_array(candidates, queries)
+        worst = np.inf if metric == "angular" else -np.inf
+        options = Options(metric, reduction == "mean", worst if empty is None else float(empty))
+        slots = 1 if pairs else len(documents) if candidates is None else candidates.shape[1]
+        outputs = _outputs(queries, slots, documents.dtype, return_argmax, return_token_scores, out)
+        if outputs.scores.size:
+            _run(queries, documents, options, outputs, candidates, pairs)
+        bounds = None
+        if return_bounds:
+            chosen = cp.arange(len(queries))[:, None] if pairs else candidates
+            if chosen is not None and not pairs:
+                chosen = cp.where((chosen >= 0) & (chosen < len(documents)), chosen, -1)
+            bounds = _bounds(queries, documents, options, outputs.scores, chosen)
+        return Scores(outputs.scores, outputs.argmax, outputs.token_scores, bounds)
+
+
+def _outputs(
+    queries: CudaCollection, slots: int, dtype: str, argmax: bool, token_scores: bool, out: cp.ndarray | None
+) -> Outputs:
+    score_type = np.float64 if dtype == "f32" else np.float32
+    shape = (len(queries), slots)
+    if out is None:
+        out = cp.empty(shape, score_type)
+    elif out.shape != shape or out.dtype != score_type or not out.flags.c_contiguous:
+        raise ShapeMismatch(f"out: {out.dtype} {out.shape}, wanted C-contiguous {np.dtype(score_type)} {shape}")
+    per_token = (*shape, queries.longest)
+    return Outputs(
+        out,
+        cp.empty(per_token, score_type) if token_scores else None,
+        cp.empty(per_token, np.int32) if argmax else None,
+    )
+
+
+def _run(
+    queries: CudaCollection,
+    documents: CudaCollection,
+    options: Options,
+    out: Outputs,
+    candidates: cp.ndarray | None,
+    pairs: bool,
+) -> None:
+    fast = documents.row == "sm90" and options.metric == "dot"
+    fast = fast and queries.longest > 0 and documents.longest > 0
+    whole = candidates is None and not pairs
+    if fast and documents.dtype == "f32" and whole:
+        _ = queries.sets, documents.sets  # the planes are made with them
+        for some, rows in _slices(queries, documents, out, 12):
+            _screened_f32(some, documents, options, rows)
+        return
+    if not fast or documents.dtype == "f32" or (not whole and queries.longest > launch_table.MAX_QUERY_ROWS):
+        _general(queries, documents, options, out, candidates, pairs)
+        return
+    if whole:
+        for some, rows in _slices(queries, documents, out, 8):
+            _forward(some, documents, options, rows)
+    else:
+        chosen = cp.arange(len(queries), dtype=np.int64)[:, None] if pairs else candidates
+        _forward_candidates(queries, documents, options, out, chosen)
+    if queries.may_be_loud or documents.may_be_loud:
+        _general(queries, documents, options, out, candidates, pairs, only_loud=True)
+
+
+def _slices(
+    queries: CudaCollection, documents: CudaCollection, out: Outputs, bytes_a_token: int
+) -> Iterator[tuple[CudaCollection, Outputs]]:
+    """Queries, as many at a time as the token maxima of their pieces fit the scratch, with their rows of the outputs."""
+    each = (len(documents) + 1024) * queries.longest * bytes_a_token
+    step = max(8, SCRATCH_BYTES // max(each, 1))
+    if step >= len(queries):
+        yield queries, out
+        return
+    for first in range(0, len(queries), step):
+        rows = slice(first, first + step)
+        yield queries[rows], out.part(rows)
+
+
+def warmup(dtypes: tuple[str, ...] = ("bf16", "f16", "f32"), depths: tuple[int, ...] = (128,), device: int = 0) -> None:
+    """Compile and load the kernels for types and depths, so that no later call waits for the compiler.
+
+    Parameters
+    ----------
+    dtypes : tuple of str
+    depths : tuple of int
+    device : int
+    """
+    from .rows import best_row
+
+    with cp.cuda.Device(device):
+        row = best_row(device)
+        for dtype in dtypes:
+            kernel("token_stats.cu", row, device, 128, DTYPE=DTYPE_IDS[dtype])
+            for listed in (0, 1) if dtype != "f32" else (1,):
+                kernel(
+                    "maxsim_sm80.cu",
+                    row,
+                    device,
+                    GENERAL_THREADS,
+                    GENERAL_SHARED_BYTES,
+                    DTYPE=DTYPE_IDS[dtype],
+                    LISTED=listed,
+                )
+            if row != "sm90":
+                continue
+            kernel("combine.cu", row, device, 128)
+            modes = (launch_table.SCREEN,) if dtype == "f32" else (launch_table.SCORE, launch_table.ARGMAX)
+            for mode in modes:
+                for variant in launch_table.all_variants(mode, tuple((depth + 7) // 8 * 8 for depth in depths)):
+                    _forward_kernel(variant, mode, dtype, device)
