@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable[..., Any], show: Callable[[Any], None], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_argument("--json", action="store_true", help="print one JSON object; infinities and NaN are null")
         command.set_defaults(run=run, show=show)
         return command
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -378,11 +378,15 @@ class CpuRow:
             return result
         lists = candidates is not None
         pieces = split_lists(queries, columns, count) if lists else split_documents(queries, documents, count)
-        run_all(lambda piece: self._score_piece(job, dtype, output.itemsize, piece), pieces)
+        owners = (queries, documents, candidates, result)
+        run_all(partial(self._score_piece, job, dtype, output.itemsize, owners), pieces)
         return result
 
-    def _score_piece(self, whole: Any, dtype: str, itemsize: int, piece: Piece) -> None:
-        """Score query sets and columns of a job; the outputs of pieces do not overlap."""
+    def _score_piece(self, whole: Any, dtype: str, itemsize: int, owners: Any, piece: Piece) -> None:
+        """Score query sets and columns of a job; the outputs of pieces do not overlap.
+
+        The owners of what the job points to are here to outlive it, even where its caller is interrupted.
+        """
         first_query, last_query, first, last = piece
         skipped = first_query * whole.score_stride + first
         job = ffi.new(CORPUS_JOB, whole[0])
