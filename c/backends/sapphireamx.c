@@ -147,7 +147,7 @@ NK_INLINE void nk_multiply_tiles_(int const lower, int const pair, nk_sliced_que
 
 static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale, nk_u8_t const *codes,
                        nk_i32_t const *preset, nk_size_t count, nk_size_t steps, nk_f32_t *values,
-                       nk_size_t value_stride) {
+                       nk_size_t value_stride, nk_ahead_t *ahead) {
     nk_sliced_queries_t queries;
     nk_i32_t sums[1024];
     if (!steps) return; /* tokens without elements: nothing is screened */
@@ -168,6 +168,7 @@ static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *sc
                 nk_multiply_tiles_(0, 0, &queries, at, sums);
             for (nk_size_t row = 0; row != rows; ++row)
                 for (int of = 0; of <= pair; ++of) {
+                    nk_fetch_next_(ahead);
                     __m512i const sum = _mm512_add_epi32(_mm512_loadu_si512(sums + of * 512 + row * 16),
                                                          _mm512_set1_epi32(preset[first + row]));
                     _mm512_storeu_ps(

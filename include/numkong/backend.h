@@ -99,6 +99,17 @@ NK_REGION_(nk_u8_t, originals)
 #define NK_PREFETCH(address) ((void)(address))
 #endif
 
+/* Lines of memory that will be needed, fetched one by one while something else is computed. */
+typedef struct nk_ahead_t {
+    nk_u8_t const **lines;
+    nk_size_t next, count;
+} nk_ahead_t;
+enum { nk_ahead_lines_k = 4096 };
+
+NK_INLINE void nk_fetch_next_(nk_ahead_t *ahead) {
+    if (ahead->next != ahead->count) NK_PREFETCH(ahead->lines[ahead->next++]);
+}
+
 #ifdef __cplusplus
 }
 #endif
