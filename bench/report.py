@@ -51,7 +51,7 @@ class Machine:
     records: dict[tuple, Record] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        names = ("kind", "workload", "dtype", "depth", "threads")
+        names = ("kind", "workload", "dtype", "depth", "threads", *(("run",) if record["kind"] == "skipped" else ()))
         self.records[tuple(record.get(name) for name in names)] = record
 
     def of(self, kind: str, threads: int | None = None) -> list[Record]:
@@ -541,6 +541,7 @@ def about(machine: Machine) -> str:
     facts = last["machine"]
     caches = ", ".join(f"{name} {size}" for name, size in facts["caches"].items())
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    loads = [run["load"] for run in machine.runs]
     commits = sorted({str(run["commit"]) for run in machine.runs})
     return "\n".join(
         [
@@ -548,7 +549,8 @@ def about(machine: Machine) -> str:
             f"{number(facts['memory_gib'])} GiB; {caches}; {' '.join(facts['flags'])}",
             f"- {facts['system']}, Python {facts['python']}, {versions}",
             f"- {len(machine.runs)} runs, {min(run['date'] for run in machine.runs)} to "
-            f"{max(run['date'] for run in machine.runs)} UTC, commits {', '.join(commits)}, sources "
+            f"{max(run['date'] for run in machine.runs)} UTC, other work on the machine's run queue at the start: "
+            f"{number(min(loads))} to {number(max(loads))}, commits {', '.join(commits)}, sources "
             f"{', '.join(sorted({run['source'] for run in machine.runs}))}",
             "",
         ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build, conformance on every row that this machine has, and the CPU bench on one core and on all: one call, about five
 # minutes, results under $OUT. For a many-core machine that starts bare and has no network: wheels of what it lacks may
-# lie in .whl/. Run from the repository's root:
+# lie in .whl/; QUICK=1 is a trial. Run from the repository's root:
 #
 #     OUT=results NUMKONG_COMMIT=$(git rev-parse --short=12 HEAD) bash bench/run_host.sh
 set -o pipefail
@@ -32,22 +32,22 @@ timeout "${CONFORMANCE_LIMIT:-150}" "$python" -P -m pytest tests/test_conformanc
 echo "pytest: exit $?"
 tail -n 12 "$OUT/conformance.txt"
 
-# Exactly these extra peers: every kernel family of NumKong that answers to a row of ours, and torch.compile on bf16.
-families=(numkong:haswell numkong:alder numkong:icelake numkong:genoa numkong:sapphireamx)
-bench() { "$python" -P bench/run.py --out "$OUT/$1" "${@:2}" 2>&1 | tee -a "$OUT/bench.txt"; }
+bench() { "$python" bench/run.py ${QUICK:+--quick} --out "$OUT/cpu.jsonl" "$@" 2>&1 | tee -a "$OUT/bench.txt"; }
+peers=("numpy loop" "jax map" "torch mm" numkong)
+families=(numkong:haswell numkong:alder numkong:icelake numkong:genoa numkong:sapphireamx) # one for every row of ours
+limit() { echo --seconds 2 --limit $(($1 * ${PERCENT:-100} / 100)) --part; } # PERCENT scales every step's time
 
 step "one core, with peers"
-bench cpu.jsonl --workload rerank colpali --seconds 2 --limit "${PEERS_LIMIT:-90}" --part scores \
-    --contender "numpy loop" "jax map" "torch mm" "torch.compile" numkong "${families[@]}"
-bench cpu.jsonl --workload ragged 1x10 d768 16x1000 --seconds 2 --limit "${PEERS_LIMIT:-60}" --part scores \
-    --contender "numpy loop" "numpy reduceat" "jax map" "torch mm" numkong
+bench $(limit 40) scores --workload rerank --dtype f32 f16 --contender "${peers[@]}" "${families[@]}"
+bench $(limit 40) scores --workload rerank --dtype bf16 --contender "${peers[@]}" "${families[@]}" torch.compile
+bench $(limit 50) scores --workload colpali --contender "${peers[@]}" "${families[@]}"
+bench $(limit 60) scores --workload ragged 1x10 d768 16x1000 --contender "${peers[@]}" "numpy reduceat"
 
 step "one core, ours"
-bench cpu.jsonl --seconds 1 --limit "${OURS_LIMIT:-50}" --part scores topk packing overhead --contender --workload \
-    "data: real" "data: clustered 1.0" "data: clustered 0.5" "data: clustered 0.2" "data: clustered 0.05" \
-    "data: heavy-tailed" "data: near-duplicates" "top-10: random" "top-10: related" "top-10: real" d384 b100 short-100k
+bench $(limit 50) scores topk packing overhead --contender --workload "data: real" "data: clustered 1.0" \
+    "data: clustered 0.5" "data: clustered 0.2" "data: clustered 0.05" "data: heavy-tailed" "data: near-duplicates" \
+    "top-10: random" "top-10: related" "top-10: real" d384 b100 short-100k
 
 step "$many threads"
-bench cpu.jsonl --threads "$many" --seconds 2 --limit "${MANY_LIMIT:-50}" --part scores \
-    --workload rerank ragged colpali 16x1000 short-100k --contender "jax map" "torch mm" numkong
+bench $(limit 50) scores --threads "$many" --workload rerank ragged colpali 16x1000 short-100k --contender "${peers[@]}"
 step "done"

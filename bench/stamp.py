@@ -91,6 +91,7 @@ def stamp(options: dict[str, Any]) -> dict[str, Any]:
         "source": source_digest(),
         "version": nk.__version__,
         "machine": machine(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "versions": {package: found for package in PACKAGES if (found := version(package))},
         "options": options,
     }
