@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,33 +14,22 @@ ALIGNMENT = 64  # of every region from the start of a buffer, and of the buffers
 
 MAGIC = b"NKPACK\0\0"  # the first bytes of every packed buffer
 
-HEADER = np.dtype(
-    [
-        ("magic", "<u8"),
-        ("version", "<u4"),
-        ("layout", "<u4"),
-        ("dtype", "<u4"),
-        ("flags", "<u4"),
-        ("documents", "<u8"),
-        ("tokens", "<u8"),
-        ("depth", "<u8"),
-        ("total_bytes", "<u8"),
-        ("offsets_at", "<u8"),
-        ("documents_at", "<u8"),
-        ("square_at", "<u8"),
-        ("scale_at", "<u8"),
-        ("residual_at", "<u8"),
-        ("norm_at", "<u8"),
-        ("screen_at", "<u8"),
-        ("originals_at", "<u8"),
-        ("reserved", "<u8", 16),
-        ("checksum", "<u8"),
-    ]
-)
+FIELDS = {  # those that Python needs: type and place of each in the 256 bytes
+    "layout": ("<u4", 12),
+    "dtype": ("<u4", 16),
+    "documents": ("<u8", 24),
+    "tokens": ("<u8", 32),
+    "depth": ("<u8", 40),
+    "total_bytes": ("<u8", 48),
+    "offsets_at": ("<u8", 56),
+    "square_at": ("<u8", 72),
+}
+_FORMATS, _PLACES = zip(*FIELDS.values())
+HEADER = np.dtype({"names": list(FIELDS), "formats": _FORMATS, "offsets": _PLACES, "itemsize": 256})
 
 
 class Header(NamedTuple):
-    """What scoring and inspection need of a packed header."""
+    """What Python needs of a packed header, in the order of `FIELDS`."""
 
     layout: int
     dtype: int
@@ -51,7 +39,6 @@ class Header(NamedTuple):
     total_bytes: int
     offsets_at: int
     square_at: int
-    originals_at: int
 
 
 class Contents(NamedTuple):
@@ -66,9 +53,6 @@ class Contents(NamedTuple):
     device: str  # "cpu" or "cuda:<index>"
 
 
-_FIELDS = itemgetter(*map(HEADER.names.index, Header._fields))
-
-
 def read_header(buffer: np.ndarray) -> Header:
     """Read the header of a uint8 buffer whose bytes were checked.
 
@@ -79,7 +63,7 @@ def read_header(buffer: np.ndarray) -> Header:
     """
     if buffer.nbytes < HEADER.itemsize:
         raise LayoutMismatch(f"packed: {buffer.nbytes} bytes are less than a header of {HEADER.itemsize} bytes")
-    return Header(*_FIELDS(buffer[: HEADER.itemsize].view(HEADER)[0].item()))
+    return Header(*buffer[: HEADER.itemsize].view(HEADER)[0].item())
 
 
 def aligned_bytes(count: int) -> np.ndarray:

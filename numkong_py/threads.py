@@ -13,9 +13,9 @@ from .errors import InvalidArgument
 
 __all__ = ["run_all", "thread_count", "usable_cpus"]
 
-# A thread costs about 20 us to hand work to, which is what one core needs for this many multiply-adds.
-WORK_PER_THREAD = 1 << 21
-
+# Handing a piece to a thread was measured at 25 to 60 us (two busy cores); the fastest row spends about as long on this
+# many multiply-adds.
+WORK_PER_THREAD = 1 << 23
 MOST_THREADS = 256  # started one by one, as work needs them
 
 _pool: ThreadPoolExecutor | None = None

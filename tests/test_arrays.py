@@ -14,7 +14,7 @@ import pytest
 import numkong_py as nk
 from numkong_py.arrays import collection, view
 from numkong_py.cpu import ffi
-from numkong_py.layout import HEADER, MAGIC
+from numkong_py.layout import HEADER, MAGIC, Header
 
 RANDOM = np.random.default_rng(2)
 TOKENS = RANDOM.standard_normal((12, 6)).astype(np.float32)
@@ -278,8 +278,7 @@ def test_jax() -> None:
 
 def test_the_header_is_the_c_struct() -> None:
     fields = dict(ffi.typeof("nk_packed_header_t").fields)
-    assert list(fields) == list(HEADER.names)
-    for name, field in fields.items():
-        assert (field.offset, ffi.sizeof(field.type)) == (HEADER.fields[name][1], HEADER.fields[name][0].itemsize), name
-    assert HEADER.itemsize == ffi.sizeof("nk_packed_header_t")
+    assert HEADER.itemsize == ffi.sizeof("nk_packed_header_t") and HEADER.names == Header._fields
+    for name, (dtype, place) in HEADER.fields.items():
+        assert (place, dtype.itemsize) == (fields[name].offset, ffi.sizeof(fields[name].type)), name
     assert nk.pack(TOKENS).buffer[: len(MAGIC)].tobytes() == MAGIC

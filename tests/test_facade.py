@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,14 @@ def test_threads_do_not_change_a_bit(threads: int) -> None:
         lambda count: nk.maxsim_pairs(documents, documents, threads=count, **EVERYTHING),
     ):
         assert same(call(1), call(threads))
+
+
+def test_threads_of_the_caller_share_packed_tensors() -> None:
+    queries, documents = nk.pack(QUERIES), nk.pack(DOCUMENTS * 9)
+    expected = nk.maxsim(queries, documents, threads=1)
+    with ThreadPoolExecutor(8) as pool:
+        for scores in pool.map(lambda count: nk.maxsim(queries, documents, threads=count), [1, 2, 3, None] * 16):
+            assert np.array_equal(scores, expected)
 
 
 def test_pieces_cover_everything_once() -> None:
