@@ -39,15 +39,15 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "the screening bound loses its correction",
-        "c/scoring.inc",
-        "nk_row_max_(values, tokens) - 2 * (residual * residual_weight + norm * norm_weight)",
-        "nk_row_max_(values, tokens)",
+        "c/screening.inc",
+        "nk_row_select_(values, tokens, margin, scorer->list",
+        "nk_row_select_(values, tokens, 0 * margin, scorer->list",
     ),
     Mutation(
         "the second screen trusts its sums",
-        "c/scoring.inc",
-        "nk_row_max_(survivors.values, tokens) - 2 * survivors.norm_weight",
-        "nk_row_max_(survivors.values, tokens)",
+        "c/screening.inc",
+        "nk_row_select_(values, tokens, 2 * bound, scorer->list",
+        "nk_row_select_(values, tokens, 0 * bound, scorer->list",
     ),
     Mutation(
         "residuals of the quantisation are forgotten",
@@ -61,14 +61,14 @@ MUTATIONS = (
     Mutation(
         "sums are float32",
         "c/scoring.inc",
-        "scorer->sums[set * columns + column] += value;",
-        "scorer->sums[set * columns + column] = (nk_f32_t)(scorer->sums[set * columns + column] + value);",
+        "unit->sums[set * columns + column] += value;",
+        "unit->sums[set * columns + column] = (nk_f32_t)(unit->sums[set * columns + column] + value);",
     ),
     Mutation(
         "the depth tail is dropped",
         "c/kernels/x86_v3.inc",
-        "for (nk_size_t k = 0; k < depth; k += 16) {\n        __m256 low, high;",
-        "for (nk_size_t k = 0; k + 15 < depth; k += 16) {\n        __m256 low, high;",
+        "if (k != depth) {\n        nk_f32_t tail[16];",
+        "if (0) {\n        nk_f32_t tail[16];",
     ),
     Mutation(
         "lanes are folded in another order",
@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         "the last token of a document is not scanned",
         "c/kernels/x86_v3.inc",
-        "for (; token != count; ++token) {\n        list[found]",
-        "for (; token + 1 < count; ++token) {\n        list[found]",
+        "for (nk_size_t token = 0; token < count; token += 8) {\n        nk_f32_t const *row",
+        "for (nk_size_t token = 0; token + 1 < count; token += 8) {\n        nk_f32_t const *row",
     ),
     Mutation(
         "strides of elements are ignored",
