@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,7 +51,8 @@ class Ceilings:
         Why there are none.
     """
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.names: tuple[str, ...] = ()
         self.reason: str | None = None
         self._threads = threads
@@ -115,12 +117,12 @@ class Ceilings:
         def run(thread: int) -> None:
             self._library.ceiling_run(self._index[name], start + thread * part, rounds)
 
-        begin = time.perf_counter()
+        begin = self._clock()
         if self._pool is None:
             run(0)
         else:
             list(self._pool.map(run, range(self._threads)))
-        return time.perf_counter() - begin
+        return self._clock() - begin
 
     def sample(self, name: str) -> float:
         """Giga-operations (or gigabytes) a second of all threads together: the best of three runs of a millisecond."""

@@ -295,9 +295,11 @@ def run(options: argparse.Namespace) -> None:
     effort = QUICK if options.quick else Effort()
     if options.seconds:
         effort = replace(effort, seconds=options.seconds)
+    if options.clock == "cpu":
+        effort = replace(effort, clock=time.process_time)
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "memory_of")}
     first = stamp(shown)
-    ceilings = Ceilings(options.threads)
+    ceilings = Ceilings(options.threads, effort.clock)
     if ceilings.reason:
         print(f"no ceilings: {ceilings.reason}", file=sys.stderr)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -542,6 +542,7 @@ def about(machine: Machine) -> str:
     caches = ", ".join(f"{name} {size}" for name, size in facts["caches"].items())
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     loads = [run["load"] for run in machine.runs]
+    clocks = {run["options"].get("clock", "wall") for run in machine.runs}
     commits = sorted({str(run["commit"]) for run in machine.runs})
     return "\n".join(
         [
@@ -549,7 +550,8 @@ def about(machine: Machine) -> str:
             f"{number(facts['memory_gib'])} GiB; {caches}; {' '.join(facts['flags'])}",
             f"- {facts['system']}, Python {facts['python']}, {versions}",
             f"- {len(machine.runs)} runs, {min(run['date'] for run in machine.runs)} to "
-            f"{max(run['date'] for run in machine.runs)} UTC, other work on the machine's run queue at the start: "
+            f"{max(run['date'] for run in machine.runs)} UTC, "
+            f"{' and '.join(sorted(clocks))} clock, load average at the start "
             f"{number(min(loads))} to {number(max(loads))}, commits {', '.join(commits)}, sources "
             f"{', '.join(sorted({run['source'] for run in machine.runs}))}",
             "",

@@ -39,9 +39,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tenth of the documents, few rounds")
     parser.add_argument("--seconds", type=float, help="time to spend on rounds of each workload and dtype")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine with other work")
     parser.add_argument("--limit", type=float, help="seconds after which no workload is begun; the rest is recorded")
     parser.add_argument("--memory-of", nargs=3, metavar=("CONTENDER", "WORKLOAD", "DTYPE"), help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.clock == "cpu" and options.threads > 1:
+        parser.error("--clock cpu: counts the time of all threads together; wanted with --threads 1")
+    return options
 
 
 def limit_threads(threads: int) -> None:
