@@ -60,7 +60,7 @@ nk_status_t nk_packed_describe(nk_backend_t const *backend, nk_dtype_t dtype, nk
     header->square_at = nk_append_region_(&end, tokens, sizeof(nk_f64_t), &overflow);
     header->scale_at = nk_append_region_(&end, tiles * tile, sizeof(nk_f32_t), &overflow);
     header->residual_at = nk_append_region_(&end, tiles * tile, sizeof(nk_f32_t), &overflow);
-    header->norm_at = nk_append_region_(&end, tiles * tile, sizeof(nk_f32_t), &overflow);
+    header->reach_at = nk_append_region_(&end, tiles * tile, sizeof(nk_f32_t), &overflow);
     header->screen_at = nk_append_region_(&end, tiles * tile * 4, depth_steps, &overflow);
     header->originals_at = nk_append_region_(&end, tokens * nk_dtype_bytes(dtype), depth, &overflow);
     header->total_bytes = end;
@@ -101,7 +101,7 @@ nk_status_t nk_packed_check_offsets(void const *packed, nk_size_t begin, nk_size
 void nk_packed_begin(nk_maxsim_pack_t const *job, nk_packed_header_t const *header) {
     nk_u8_t *const packed = (nk_u8_t *)job->packed;
     nk_u64_t const starts[] = {header->offsets_at, header->documents_at, header->square_at, header->scale_at,
-                               header->residual_at, header->norm_at, header->screen_at, header->originals_at};
+                               header->residual_at, header->reach_at, header->screen_at, header->originals_at};
     for (nk_size_t region = 0; region != sizeof(starts) / sizeof(starts[0]); ++region)
         memset(packed + starts[region] - nk_packed_alignment_k, 0, nk_packed_alignment_k);
     memcpy(packed, header, sizeof(*header));

@@ -72,7 +72,7 @@ NK_REGION_(nk_packed_document_t, documents)
 NK_REGION_(nk_f64_t, square)
 NK_REGION_(nk_f32_t, scale)
 NK_REGION_(nk_f32_t, residual)
-NK_REGION_(nk_f32_t, norm)
+NK_REGION_(nk_f32_t, reach)
 NK_REGION_(nk_u8_t, screen)
 NK_REGION_(nk_u8_t, originals)
 #undef NK_REGION_

@@ -1,7 +1,7 @@
 /* numkong/packed.h: the packed format. One buffer holds one ragged collection; docs/packed-format.md describes it.
  *
  *   [ header 256 B | offsets u64 x (documents + 1) | documents: nk_packed_document_t x documents | square f64 x tokens
- *     | scale f32 x tokens | residual f32 x tokens | norm f32 x tokens | screening plane | originals ]
+ *     | scale f32 x tokens | residual f32 x tokens | reach f32 x tokens | screening plane | originals ]
  *
  * Every region starts on a multiple of 64 bytes from the start of the buffer; everything is little-endian; there are no
  * pointers, so a buffer can be copied, mapped and sent. Tokens of all documents are contiguous and a tile of the
@@ -38,28 +38,34 @@ typedef struct nk_packed_header_t {
     nk_u64_t square_at;
     nk_u64_t scale_at;
     nk_u64_t residual_at;
-    nk_u64_t norm_at;
+    nk_u64_t reach_at;
     nk_u64_t screen_at;    /* equal to originals_at where the row has no screening plane */
     nk_u64_t originals_at; /* tokens x depth elements of dtype, bit for bit as given */
     nk_u64_t reserved[16]; /* zero */
     nk_u64_t checksum;     /* of the 248 bytes before it */
 } nk_packed_header_t;
 
-/* What screening and error bounds need of a whole document. Norms and ratios are rounded up, and infinite where a token
- * cannot be screened; a ratio is residual / norm, which the cosine metrics use. */
+/* What screening and error bounds need of a whole document, all rounded up; infinite where a token cannot be screened.
+ * A residual is the norm of what a token's codes leave over, its reach the norm of what they approximate: of the token, or
+ * of its difference from the document's centre. Ratios are over the token's norm: the cosine metrics use them. */
 typedef struct nk_packed_document_t {
-    nk_f32_t norm_max;
+    nk_f64_t norm_max; /* f64: the norm of a finite f32 token can exceed f32 */
+    nk_f32_t norm_min; /* rounded up too; 0 without tokens */
     nk_f32_t residual_max;
     nk_f32_t residual_sum; /* of the screenable tokens: tells a document with few bad tokens from one with many */
-    nk_f32_t ratio_max;
-    nk_f32_t ratio_sum;
-    nk_u32_t flags; /* nk_document_*_k */
-    nk_u32_t reserved[2];
+    nk_f32_t reach_max;
+    nk_f32_t residual_ratio_max;
+    nk_f32_t residual_ratio_sum;
+    nk_f32_t reach_ratio_max;
+    nk_f32_t centre_spread; /* |centre| (1 / least norm - 1 / largest): what centring may shift one cosine against another */
+    nk_u32_t flags;         /* nk_document_*_k */
+    nk_u32_t reserved;
 } nk_packed_document_t;
 
 enum {
     nk_document_unscreenable_k = 1, /* has a token that the screen cannot bound */
     nk_document_zero_k = 2,         /* has an all-zero token */
+    nk_document_centred_k = 4,      /* codes approximate differences from a centre */
 };
 
 #ifdef __cplusplus
