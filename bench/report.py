@@ -81,8 +81,9 @@ def read(paths: Iterable[Path], quick: bool = False) -> list[Machine]:
                 if record["options"]["quick"] and not quick:
                     continue
                 about = record["machine"]
-                model = f"{about['model']} ({', '.join(about['family'].split('/'))})"
-                runs[record["run"]] = machines.setdefault(model, Machine(about["model"]))
+                family, number_, _ = about["family"].split("/")
+                model = f"{about['model']} (family {family}, model {number_})" if family else about["model"]
+                runs[record["run"]] = machines.setdefault(model, Machine(model))
                 runs[record["run"]].runs.append(record)
             elif record["run"] in runs:
                 runs[record["run"]].add(record)
