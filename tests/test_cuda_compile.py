@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from numkong_py.cuda import launch_table
-from numkong_py.cuda.compile import Image, architecture_option, compile_image, cache_directory
+from numkong_py.cuda.compile import Image, architecture_option, cache_directory, compile_image
 
 try:
     from cupy.cuda import nvrtc
@@ -28,6 +28,7 @@ GENERAL = [
     *(("token_stats.cu", {"DTYPE": dtype}) for dtype in range(3)),
     *(("topk.cu", {"F64": f64}) for f64 in range(2)),
     ("combine.cu", {}),
+    ("refine_f32.cu", {}),
 ]
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
+from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy as cp
+import ml_dtypes
 import numpy as np
 
 from ..errors import BackendUnavailable, DeviceMismatch, ShapeMismatch, UnsupportedDtype
 from .compile import kernel
-
-if TYPE_CHECKING:
-    from .plan import Schedule
+from .rows import best_row
 
 __all__ = ["CudaCollection", "as_tokens", "pack"]
 
 DTYPE_IDS = {"bf16": 0, "f16": 1, "f32": 2}
 STORED = {"bf16": np.dtype(np.uint16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
+TYPES = {np.dtype(ml_dtypes.bfloat16): "bf16", **{stored: name for name, stored in STORED.items()}}
 MAX_DEPTH = 4096
 WORDS = 4096  # a chunk of pinned words
 STATS = struct.Struct("@5Qq4i")  # Params of token_stats.cu
@@ -55,9 +56,13 @@ def as_tokens(x: Any, dtype: str | None, argument: str = "x") -> tuple[cp.ndarra
                 f"{argument}: {type(x).__name__} is not on a CUDA device; move it to the device of the other side"
             )
         x = cp.from_dlpack(x)
-    if x.dtype.name == "bfloat16" or (x.dtype in (np.uint16, np.int16) and dtype == "bf16"):
-        return x.view(np.uint16), "bf16"
-    found = {np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}.get(x.dtype)
+    found = TYPES.get(x.dtype)
+    if found is None and dtype == "bf16" and x.dtype == np.int16:
+        x, found = x.view(np.uint16), "bf16"
+    elif found == "bf16" and x.dtype != np.uint16:
+        x = x.view(np.uint16)
+    elif found == "bf16" and dtype != "bf16":
+        found = None  # 16-bit integers are bits of bfloat16 numbers only where the caller says so
     if found is None:
         hint = ' (bits of bfloat16 numbers? pass dtype="bf16")' if x.dtype.itemsize == 2 else ""
         raise UnsupportedDtype(
@@ -113,8 +118,8 @@ class CudaCollection:
     ----------
     tokens : cupy.ndarray, shape (total, depth)
         In the input's type (bf16 as uint16), rows contiguous.
-    offsets : numpy.ndarray of int64, shape (count + 1,)
-        Set i holds tokens ``offsets[i]`` to ``offsets[i + 1]``.
+    offsets : numpy.ndarray of int64, shape (count + 1,), or None
+        Set i holds tokens ``offsets[i]`` to ``offsets[i + 1]``; None: `count` sets of `length` tokens.
     dtype : str
         ``"bf16"``, ``"f16"`` or ``"f32"``.
     row : str
@@ -126,24 +131,31 @@ class CudaCollection:
         What tensor cores read: the tokens, rows padded with zeros to 16 bytes; for f32 the f16 screen.
     """
 
-    def __init__(self, tokens: cp.ndarray, offsets: np.ndarray, dtype: str, row: str) -> None:
+    def __init__(
+        self, tokens: cp.ndarray, offsets: np.ndarray | None, dtype: str, row: str, count: int = 0, length: int = 0
+    ) -> None:
         self.dtype, self.row = dtype, row
         self.depth = tokens.shape[1]
         self.stride = (self.depth + 7) // 8 * 8
-        self.device_id = tokens.device.id
-        self.host_offsets = offsets
+        self.device_id = tokens.data.device_id
         self.originals: cp.ndarray | None = None
         self._loud: np.ndarray | None = None  # what the device said of loudness, in host memory
-        self._schedules: dict[Any, Schedule] = {}
+        self._schedules: dict[Any, Any] = {}
+        self._maps: dict[int, bytes] = {}
+        if offsets is not None:
+            self.host_offsets = offsets
+            self.count = len(offsets) - 1
+        else:  # `count` sets of `length` tokens each
+            self.count, self.longest, self.uniform = count, length, True
         if dtype == "f32":
             self.originals = tokens
             self.plane = cp.empty((tokens.shape[0], self.stride), np.uint16)
         else:
-            self.plane = _padded_rows(tokens.view(np.uint16), self.stride)
+            self.plane = _padded_rows(tokens, self.stride)
 
     # ---------------------------------------------------------------- what it is
     def __len__(self) -> int:
-        return len(self.host_offsets) - 1
+        return self.count
 
     def __repr__(self) -> str:
         tokens = int(self.host_offsets[-1] - self.host_offsets[0])
@@ -156,6 +168,11 @@ class CudaCollection:
     def device(self) -> str:
         """``"cuda:<index>"``."""
         return f"cuda:{self.device_id}"
+
+    @cached_property
+    def host_offsets(self) -> np.ndarray:
+        """Set i holds tokens ``host_offsets[i]`` to ``host_offsets[i + 1]``; on the host."""
+        return np.arange(self.count + 1, dtype=np.int64) * self.longest
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -175,7 +192,7 @@ class CudaCollection:
     @cached_property
     def offsets(self) -> cp.ndarray:
         """The offsets on the device, int64."""
-        with cp.cuda.Device(self.device_id):
+        with on_device(self.device_id):
             return cp.asarray(self.host_offsets)
 
     @property
@@ -193,10 +210,12 @@ class CudaCollection:
     # ---------------------------------------------------------------- what scoring needs
     @cached_property
     def _stats(self) -> tuple[cp.ndarray, cp.ndarray]:
-        with cp.cuda.Device(self.device_id):
-            total, count = self.plane.shape[0], len(self)
+        with on_device(self.device_id):
+            total, count = self.plane.shape[0], self.count
             squares = cp.empty(total, np.float64)
-            sets = cp.zeros((count + 1, 4), np.float32)
+            sets = cp.empty((count + 1, 4), np.float32)
+            stream = cp.cuda.get_current_stream().ptr
+            cp.cuda.runtime.memsetAsync(sets.data.ptr, 0, sets.nbytes, stream)
             tokens = self.plane if self.originals is None else self.originals
             stats = kernel("token_stats.cu", self.row, self.device_id, 128, DTYPE=DTYPE_IDS[self.dtype])
             splits = min((self.longest + 7) // 8, max(1, 4096 // max(count, 1)))
@@ -206,7 +225,7 @@ class CudaCollection:
                     self.plane.data.ptr if self.originals is not None else 0, sets.data.ptr,
                     count, self.longest, self.depth, tokens.shape[1], self.stride,
                 )  # fmt: skip
-                stats.launch((min(count, 1 << 20), splits), cp.cuda.get_current_stream().ptr, parameters)
+                stats.launch(min(count, 1 << 20), stream, parameters, splits)
             return squares, sets
 
     @property
@@ -219,11 +238,22 @@ class CudaCollection:
         """Largest norm, largest screen residual and whether a token is loud, f32 ``[count, 4]``."""
         return self._stats[1][: len(self)]
 
+    @cached_property
+    def stats_pointers(self) -> tuple[int, int]:
+        """Of `squares` and `sets`, for kernels."""
+        squares, sets = self._stats
+        return squares.data.ptr, sets.data.ptr
+
+    @property
+    def prepared(self) -> bool:
+        """Whether norms and loudness were computed."""
+        return "_stats" in self.__dict__
+
     def prepare(self) -> None:
         """Queue what later calls need, on the current stream: norms, loudness, the f32 screen."""
         _ = self.offsets
         if self._loud is None:
-            with cp.cuda.Device(self.device_id):
+            with on_device(self.device_id):
                 self._loud = _announce(self._stats[1][len(self)])
 
     @property
@@ -234,15 +264,11 @@ class CudaCollection:
         """
         return self.dtype == "bf16" and (self._loud is None or bool(self._loud[0]))
 
-    @cached_property
-    def document_map(self) -> bytes:
-        """CUtensorMap of the plane: boxes of 64 tokens x 64 columns in 128-byte swizzle, zeros outside."""
-        return _encode_tensor_map(self.plane, self.dtype, 64)
-
-    @cached_property
-    def query_map(self) -> bytes:
-        """The same in boxes of 16 tokens."""
-        return _encode_tensor_map(self.plane, self.dtype, 16)
+    def tensor_map(self, box_tokens: int) -> bytes:
+        """CUtensorMap of the plane: boxes of `box_tokens` x 64 columns in 128-byte swizzle, zeros outside."""
+        if box_tokens not in self._maps:
+            self._maps[box_tokens] = _encode_tensor_map(self.plane, self.dtype, box_tokens)
+        return self._maps[box_tokens]
 
     # ---------------------------------------------------------------- parts and ways back
     def __getitem__(self, which: slice) -> CudaCollection:
@@ -251,20 +277,10 @@ class CudaCollection:
         if step != 1:
             raise ShapeMismatch(f"slice: step {step}, wanted 1; pack the chosen sets instead")
         part = object.__new__(CudaCollection)
-        kept = (
-            "dtype",
-            "row",
-            "depth",
-            "stride",
-            "device_id",
-            "originals",
-            "plane",
-            "document_map",
-            "query_map",
-            "_loud",
-        )
+        kept = ("dtype", "row", "depth", "stride", "device_id", "originals", "plane", "_maps", "_loud")
         part.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         part.host_offsets = self.host_offsets[start : max(start, stop) + 1]
+        part.count = len(part.host_offsets) - 1
         part._schedules = {}
         if "_stats" in self.__dict__:
             squares, sets = self._stats
@@ -283,9 +299,15 @@ class CudaCollection:
         return cp.ascontiguousarray(self.unpack()).get(), self.host_offsets - self.host_offsets[0]
 
 
+def on_device(device: int) -> Any:
+    """Context in which a device is current; free where it is already."""
+    return nullcontext() if cp.cuda.runtime.getDevice() == device else cp.cuda.Device(device)
+
+
 def _padded_rows(tokens: cp.ndarray, stride: int) -> cp.ndarray:
-    """Rows that start on 16 bytes and end in zeros; the array itself where it already is so."""
+    """Rows that start on 16 bytes and end in zeros, as uint16; the array itself where it already is so."""
     total, depth = tokens.shape
+    tokens = tokens if tokens.dtype == np.uint16 else tokens.view(np.uint16)
     if depth == stride and tokens.flags.c_contiguous and tokens.data.ptr % 16 == 0:
         return tokens
     rows = cp.zeros((total, stride), np.uint16) if depth < stride else cp.empty((total, stride), np.uint16)
@@ -371,23 +393,28 @@ def pack(
     ------
     UnsupportedDtype, DeviceMismatch, ShapeMismatch
     """
-    from .rows import best_row
-
     if isinstance(x, CudaCollection):
         return x
+    count = length = 0
     if isinstance(x, (list, tuple)):
-        source, dtype = as_tokens(x[0], dtype, "x[0]") if x else (None, dtype)
         tokens, dtype, offsets = _concatenate(x, dtype)
+        fresh = True
     else:
         source, dtype = as_tokens(x, dtype)
-        with cp.cuda.Device(source.device.id):
-            tokens, offsets = _flatten(source, offsets, lengths, mask)
+        with on_device(source.data.device_id):
+            if offsets is None and lengths is None and mask is None and 2 <= source.ndim <= 3:
+                count, length = (1, source.shape[0]) if source.ndim == 2 else source.shape[:2]
+                tokens = source if source.ndim == 2 else source.reshape(count * length, source.shape[2])
+            else:
+                tokens, offsets = _flatten(source, offsets, lengths, mask)
+            fresh = tokens.data.mem is not source.data.mem
+    device = tokens.data.device_id
     if not 1 <= tokens.shape[1] <= MAX_DEPTH:
         raise ShapeMismatch(f"x: depth {tokens.shape[1]}, wanted 1 to {MAX_DEPTH}")
-    with cp.cuda.Device(tokens.device.id):
-        if not tokens.flags.c_contiguous or (copy and tokens.data.mem is source.data.mem):
+    with on_device(device):
+        if not tokens.flags.c_contiguous or (copy and not fresh):
             tokens = cp.array(tokens, copy=True, order="C")
-        return CudaCollection(tokens, offsets, dtype, row or best_row(tokens.device.id))
+        return CudaCollection(tokens, offsets, dtype, row or best_row(device), count, length)
 
 
 def _concatenate(arrays: Any, dtype: str | None) -> tuple[cp.ndarray, str, np.ndarray]:
@@ -412,21 +439,14 @@ def _concatenate(arrays: Any, dtype: str | None) -> tuple[cp.ndarray, str, np.nd
 def _flatten(tokens: cp.ndarray, offsets: Any, lengths: Any, mask: Any) -> tuple[cp.ndarray, np.ndarray]:
     if sum(given is not None for given in (offsets, lengths, mask)) > 1:
         raise ShapeMismatch("offsets, lengths, mask: at most one of them")
-    if tokens.ndim == 2 and lengths is None and mask is None:
-        total = tokens.shape[0]
-        ends = (
-            np.array([0, total], np.int64)
-            if offsets is None
-            else _check_offsets(_host_integers(offsets, "offsets"), total)
-        )
+    if tokens.ndim == 2 and offsets is not None:
+        ends = _check_offsets(_host_integers(offsets, "offsets"), tokens.shape[0])
         return tokens[: int(ends[-1])], ends
     if tokens.ndim != 3 or offsets is not None:
         raise ShapeMismatch(
             f"x: shape {tokens.shape}, wanted (n, d), (total, d) with offsets, or (B, L, d) with lengths or mask"
         )
     count, longest, depth = tokens.shape
-    if lengths is None and mask is None:
-        return tokens.reshape(count * longest, depth), np.arange(count + 1, dtype=np.int64) * longest
     positions, counts = _valid_positions((count, longest), lengths, mask)
     ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     if len(positions) == count * longest:

@@ -4,7 +4,7 @@
 // One CTA a (document, query); half a warp takes 16 query tokens, so that the sum tree is the forward kernel's, bit for bit.
 #include "ptx.cuh"
 
-constexpr int THREADS = 128, HALVES = THREADS / 16, MAX_GROUPS = 64;
+constexpr int THREADS = 512, HALVES = THREADS / 16, MAX_GROUPS = 64;
 
 struct Params {
     const float* piece_scores;  // [query_count, pieces, query_length]
@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
                 const bool inside = token < p.query_length, valid = token < query_count;
                 float best = negative_infinity();
                 int index = 0;
+#pragma unroll 4
                 for (int piece = begin; inside && piece < end; ++piece) {
                     const i64 at = (query * p.pieces + piece) * p.query_length + token;
                     const float value = p.piece_scores[at];

@@ -159,19 +159,19 @@ class Kernel:
         self._module = function.Module()
         self._module.load(code)
         self._function = self._module.get_function(name)
+        self._pointer = self._function.ptr
         self._launch = driver.launchKernel
+        self._room = 512  # a struct may end in padding that `parameters` does not have
         self.threads, self.shared_bytes = threads, shared_bytes
         if shared_bytes > 48 * 1024:
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
 
-    def launch(self, grid: int | tuple[int, int], stream: int, parameters: bytes) -> None:
-        """Queue the kernel on a stream; `parameters` is the kernel's one struct."""
-        columns, rows = grid if isinstance(grid, tuple) else (grid, 1)
-        block = ctypes.create_string_buffer(parameters, (len(parameters) + 63) // 64 * 64)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    def launch(self, grid: int, stream: int, parameters: bytes, rows: int = 1) -> None:
+        """Queue `grid` x `rows` CTAs on a stream; `parameters` is the kernel's one struct."""
+        block = ctypes.create_string_buffer(parameters, self._room)
+        pointer = ctypes.c_void_p(ctypes.addressof(block))
         self._launch(
-            self._function.ptr, columns, rows, 1, self.threads, 1, 1, self.shared_bytes, stream,
-            ctypes.addressof(pointers), 0,
+            self._pointer, grid, rows, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointer), 0
         )  # fmt: skip
 
 

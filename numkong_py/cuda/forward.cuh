@@ -9,7 +9,7 @@
 
 #define MODE_SCORE 0   // maxima only
 #define MODE_ARGMAX 1  // and the lowest winning token
-#define MODE_SCREEN 2  // best, its token and the second best value
+#define MODE_SCREEN 2  // the two best with their tokens and the third best value
 
 constexpr int GROUPS = ROWS / 16;
 constexpr int M_TILES = ROWS == 256 ? 2 : 1;      // 64-row tiles a consumer warpgroup
@@ -21,7 +21,7 @@ constexpr int LAST_OF_DOCUMENT = 1, LAST_OF_ITEM = 2;
 struct Piece { i64 start; int count; int slot; };  // a document, or a part of one
 struct alignas(64) Params {
     TensorMap map;                 // documents, boxes of 64 tokens x 64 columns
-    TensorMap query_map;           // queries, boxes of 16 tokens x 64 columns (maxsim_deep_sm90)
+    TensorMap query_map;           // queries, boxes of query_box tokens x 64 columns (maxsim_deep_sm90)
     const u16* queries;
     const i64* query_offsets;      // null: all queries have query_length tokens
     const int4* pieces;            // Piece, in schedule order; null for candidates
@@ -31,12 +31,14 @@ struct alignas(64) Params {
     float* scores;                 // [query_count, slots], or null: token_scores only
     float* token_scores;           // [query_count, slots, query_length], or null
     int* argmax;                   // same shape, or null
-    float* second;                 // same shape, MODE_SCREEN
+    float* second;                 // same shape, MODE_SCREEN; second_index and third as well
+    int* second_index;
+    float* third;
     int* error;
     i64 document_count;
     float empty;
     int mean, query_count, query_length, query_groups, stride, slots, blocks, chunks, block_groups;
-    int stages;                    // of the ring (maxsim_deep_sm90)
+    int stages, query_box;         // of the ring; rows of one box of query_map (maxsim_deep_sm90)
 };
 
 DEVICE int max3(int a, int b, int c) {  // opaque to NVVM, so that ptxas makes one VIMNMX3 of it
@@ -51,10 +53,21 @@ DEVICE void max_of_pair(int& best, int& pair, int& first, int v0, int v1, int j)
         : "+r"(best), "+r"(pair), "+r"(first) : "r"(v0), "r"(v1), "r"(j));
 }
 
-struct Best { float value[2]; float second[2]; int index[2]; };  // rows lane/4 and lane/4 + 8
+struct Best { float value[2], second[2], third[2]; int index[2], second_index[2]; };  // rows lane/4 and lane/4 + 8
 DEVICE void reset(Best& b) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) { b.value[h] = b.second[h] = negative_infinity(); b.index[h] = 0; }
+    for (int h = 0; h < 2; ++h) {
+        b.value[h] = b.second[h] = b.third[h] = negative_infinity();
+        b.index[h] = b.second_index[h] = 0;
+    }
+}
+DEVICE void insert(Best& b, int h, float value, int index) {
+    const bool first = value > b.value[h], second = value > b.second[h];
+    b.third[h] = fmaxf(b.third[h], second ? b.second[h] : value);
+    b.second_index[h] = first ? b.index[h] : second ? index : b.second_index[h];
+    b.second[h] = first ? b.value[h] : second ? value : b.second[h];
+    b.index[h] = first ? index : b.index[h];
+    b.value[h] = first ? value : b.value[h];
 }
 
 // Accumulator element 4 j + 2 h + e is row lane/4 + 8 h, column 8 j + 2 (lane % 4) + e. `left` = valid columns - 2 (lane % 4).
@@ -114,7 +127,7 @@ template <bool MASKED> DEVICE void reduce_tile(const float (&acc)[TILE_TOKENS / 
     } else {  // the screen's values are finite
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float value = negative_infinity(), second = best.second[h], first = 0.0f;
+            float value = negative_infinity(), second = value, first = 0.0f;
             int pair = 0;
 #pragma unroll
             for (int j = 0; j < PAIRS; ++j) {
@@ -123,9 +136,8 @@ template <bool MASKED> DEVICE void reduce_tile(const float (&acc)[TILE_TOKENS / 
                 if (high > value) pair = j, first = v0;
                 value = fmaxf(value, high);
             }
-            second = fmaxf(second, fminf(value, best.value[h]));
-            if (value > best.value[h]) best.value[h] = value, best.index[h] = first_column + 8 * pair + (first != value ? 1 : 0);
-            best.second[h] = second;
+            insert(best, h, value, first_column + 8 * pair + (first != value ? 1 : 0));
+            best.third[h] = fmaxf(best.third[h], second);  // its token is not kept: it counts as a third
         }
     }
 #undef VALUE
@@ -135,41 +147,78 @@ template <bool MASKED> DEVICE void reduce_tile(const float (&acc)[TILE_TOKENS / 
 // Which queries a warp's 16-row groups belong to, one entry per m-tile.
 struct Rows { int query[M_TILES], token[M_TILES], count[M_TILES]; };
 
-// End of a document: max over the four lanes of a row, the fixed sum of 16 rows, optional per-token outputs; resets the running best.
-DEVICE void finish_document(const Params& p, Best (&best)[M_TILES], const Rows& rows, double* sums, int group, int slot, int count, int lane) {
+// Maxima of a document over the four lanes of a row, then optional per-token outputs and the fixed sums of 16 rows; resets the best.
+DEVICE void write_tokens(const Params& p, const Best& best, const Rows& rows, int t, int slot, int count, int lane) {
+    const int h = lane & 3, token = rows.token[t] + (lane >> 2) + 8 * h;  // lanes 0 and 1 of a quad write rows r and r + 8
+    if (h > 1 || rows.query[t] >= p.query_count || token >= p.query_length) return;
+    const i64 at = ((i64)rows.query[t] * p.slots + slot) * p.query_length + token;
+    const bool valid = token < rows.count[t], some = valid && count > 0;
+    p.token_scores[at] = some ? (h ? best.value[1] : best.value[0]) : valid ? p.empty : 0.0f;
+    if constexpr (MODE != MODE_SCORE) p.argmax[at] = some ? (h ? best.index[1] : best.index[0]) : -1;
+    if constexpr (MODE == MODE_SCREEN) {
+        p.second[at] = h ? best.second[1] : best.second[0];
+        p.second_index[at] = h ? best.second_index[1] : best.second_index[0];
+        p.third[at] = h ? best.third[1] : best.third[0];
+    }
+}
+
+// All four lanes get the maximum (and what goes with it) of the quad.
+DEVICE void reduce_quad(Best& best) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int x = 1; x <= 2; x <<= 1) {
+            const float other = __shfl_xor_sync(FULL_WARP, best.value[h], x);
+            if constexpr (MODE == MODE_SCORE) {
+                best.value[h] = max_nan(best.value[h], other);
+            } else if constexpr (MODE == MODE_ARGMAX) {
+                const int index = __shfl_xor_sync(FULL_WARP, best.index[h], x);
+                if (wins(other, index, best.value[h], best.index[h])) best.value[h] = other, best.index[h] = index;
+            } else {
+                const int index = __shfl_xor_sync(FULL_WARP, best.index[h], x), second_index = __shfl_xor_sync(FULL_WARP, best.second_index[h], x);
+                const float second = __shfl_xor_sync(FULL_WARP, best.second[h], x), third = __shfl_xor_sync(FULL_WARP, best.third[h], x);
+                insert(best, h, other, index);
+                insert(best, h, second, second_index);
+                best.third[h] = fmaxf(best.third[h], third);
+            }
+        }
+}
+
+// Row maxima of every m-tile, spread over the quad: lane bit 0 is h, lane bit 1 the m-tile (with two of them). Half the shuffles of a plain
+// reduction of each value.
+DEVICE float spread_maxima(const Best (&best)[M_TILES], int lane) {
+    const bool odd = lane & 1, upper = lane & 2;
+    float kept[M_TILES];
 #pragma unroll
     for (int t = 0; t < M_TILES; ++t) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int x = 1; x <= 2; x <<= 1) {
-                const float other = __shfl_xor_sync(FULL_WARP, best[t].value[h], x);
-                if constexpr (MODE != MODE_SCORE) {
-                    const int other_index = __shfl_xor_sync(FULL_WARP, best[t].index[h], x);
-                    if constexpr (MODE == MODE_SCREEN)
-                        best[t].second[h] = fmaxf(fmaxf(best[t].second[h], __shfl_xor_sync(FULL_WARP, best[t].second[h], x)), fminf(best[t].value[h], other));
-                    if (wins(other, other_index, best[t].value[h], best[t].index[h])) best[t].index[h] = other_index;
-                }
-                best[t].value[h] = max_nan(best[t].value[h], other);
-            }
-        }
-        const int low = rows.token[t] + (lane >> 2), high = low + 8;
-        if (p.token_scores) {
-            const int h = lane & 3, token = h ? high : low;  // lanes 0 and 1 of a quad write rows r and r + 8
-            if (h < 2 && rows.query[t] < p.query_count && token < p.query_length) {
-                const i64 at = ((i64)rows.query[t] * p.slots + slot) * p.query_length + token;
-                const bool valid = token < rows.count[t], some = valid && count > 0;
-                p.token_scores[at] = some ? (h ? best[t].value[1] : best[t].value[0]) : valid ? p.empty : 0.0f;
-                if constexpr (MODE != MODE_SCORE) p.argmax[at] = some ? (h ? best[t].index[1] : best[t].index[0]) : -1;
-                if constexpr (MODE == MODE_SCREEN) p.second[at] = h ? best[t].second[1] : best[t].second[0];
-            }
-        }
-        if (p.scores) {
-            const double s = sum_of_16_rows<4>(low < rows.count[t] ? (double)best[t].value[0] : 0.0, high < rows.count[t] ? (double)best[t].value[1] : 0.0);
-            if (lane == 0) sums[group + 4 * t] = s;
-        }
-        reset(best[t]);
+        const float away = odd ? best[t].value[0] : best[t].value[1];
+        kept[t] = max_nan(odd ? best[t].value[1] : best[t].value[0], __shfl_xor_sync(FULL_WARP, away, 1));
     }
+    if constexpr (M_TILES == 1) return max_nan(kept[0], __shfl_xor_sync(FULL_WARP, kept[0], 2));
+    const float away = upper ? kept[0] : kept[M_TILES - 1];
+    return max_nan(upper ? kept[M_TILES - 1] : kept[0], __shfl_xor_sync(FULL_WARP, away, 2));
+}
+
+DEVICE void finish_document(const Params& p, Best (&best)[M_TILES], const Rows& rows, double* sums, int group, int slot, int count, int lane) {
+    const bool per_token = MODE != MODE_SCORE || p.token_scores;
+    if (per_token) {
+#pragma unroll
+        for (int t = 0; t < M_TILES; ++t) {
+            reduce_quad(best[t]);
+            write_tokens(p, best[t], rows, t, slot, count, lane);
+        }
+    }
+    if (p.scores) {
+        const int t = M_TILES == 2 ? lane >> 1 & 1 : 0, row = (lane >> 2) + 8 * (lane & 1);
+        const int token = t ? rows.token[M_TILES - 1] : rows.token[0], valid = t ? rows.count[M_TILES - 1] : rows.count[0];
+        float value = spread_maxima(best, lane);
+        if (token + row >= valid) value = 0.0f;
+        const float other = __shfl_xor_sync(FULL_WARP, value, 1);
+        const double s = sum_of_16_rows<4>((double)value, (double)other);
+        if (lane == 0 || (M_TILES == 2 && lane == 2)) sums[group + 4 * t] = s;
+    }
+#pragma unroll
+    for (int t = 0; t < M_TILES; ++t) reset(best[t]);
 }
 
 // A warp's 16-row groups are `group` and, with two m-tiles, `group + 4` of the block.
@@ -222,6 +271,9 @@ DEVICE void produce(const Params& p, const Ring& ring, int stages, int steps, u3
             if (i < end) next = fetch_piece(p, block, i);  // in flight while this document is loaded
             int token = 0;
             do {
+                // The last tile of a document that fills one starts early, so that no column is masked; what is seen twice changes no
+                // maximum and no lowest index (but would be its own second best).
+                if (MODE != MODE_SCREEN && piece.count > TILE_TOKENS) token = min(token, piece.count - TILE_TOKENS);
                 const int left = piece.count - token;
                 const int flags = left > TILE_TOKENS ? 0 : i < end ? LAST_OF_DOCUMENT : LAST_OF_DOCUMENT | LAST_OF_ITEM;
                 for (int step = 0; step < steps; ++step) {

@@ -5,7 +5,7 @@
 // 128-token tiles: shared memory is read 48 clocks for 64 of tensor work. One warpgroup's epilogue runs under the other's products.
 //
 //   stage   [ROWS rows x 64 columns (unless RESIDENT) | 128 tokens x 64 columns]  128-byte swizzle
-//   query   [step 0: ROWS x 64 columns | step 1 | ...]  RESIDENT, in boxes of 16 rows: one a group, so that padding rows cost nothing
+//   query   [step 0: ROWS x 64 columns | step 1 | ...]  RESIDENT
 //
 // Compiled once per (ROWS, RESIDENT, MODE, BF16), all macros: see launch_table.py; any depth, any number of stages.
 #define TILE_TOKENS 128
@@ -16,8 +16,13 @@ constexpr int STAGE_BYTES = DOCUMENT_BYTES + (RESIDENT ? 0 : QUERY_BYTES);
 
 struct Resident { u32 address, full, empty; };  // the block of queries and its barriers
 
-// 16-row boxes of one 64-column step, one a group of the block; groups beyond the last query repeat it and count nothing.
+// One 64-column step of the block: in one box where its rows lie side by side in memory (padding to 16 included), else in 16-row boxes, one
+// a group. Rows and groups beyond the last query hold other rows and count nothing.
 DEVICE void load_query_step(const Params& p, u32 destination, u32 barrier, int block, int step) {
+    if (p.query_box == ROWS) {
+        load_box(destination, &p.query_map, barrier, step * 64, block * p.block_groups * 16);
+        return;
+    }
     for (int g = 0; g < GROUPS; ++g) {
         const int global = min(block * p.block_groups + g, p.query_count * p.query_groups - 1), query = global / p.query_groups;
         const i64 start = p.query_offsets ? p.query_offsets[query] : (i64)query * p.query_length;
@@ -44,29 +49,29 @@ DEVICE void consume(const Params& p, const Ring& ring, const Sums& sums, const R
         resident_phase ^= 1u;
         int4 tile;
         do {
-            int previous = -1;
             for (int step = 0; step < steps; ++step) {
                 if (!barrier_wait(ring.full + 8 * stage, phase)) failed = 1;
                 tile = ring.tile[stage];
                 const u32 base = ring.tiles + stage * STAGE_BYTES;
                 const u64 b = operand_descriptor(base + (RESIDENT ? 0 : QUERY_BYTES));
                 const u64 a = operand_descriptor((RESIDENT ? resident.address + step * QUERY_BYTES : base) + first_row);
+#pragma unroll
+                for (int t = 0; t < M_TILES; ++t) pin(acc[t]);
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
 #pragma unroll
                     for (int t = 0; t < M_TILES; ++t) wgmma_64x128<BF16>(acc[t], a + 2 * k + t * (64 * 128 >> 4), b + 2 * k, step + k);
                 wgmma_commit();
-                wgmma_wait<1>();  // the step before has left its stage
-                if (previous >= 0 && lane == 0) barrier_arrive(ring.empty + 8 * previous);
-                previous = stage;
+                // Nothing stays in flight around the loop: the compiler may move accumulators there, which reads them. The other
+                // warpgroup keeps the matrix unit busy.
+                wgmma_wait<0>();
+#pragma unroll
+                for (int t = 0; t < M_TILES; ++t) pin(acc[t]);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(ring.empty + 8 * stage);
                 if (++stage == p.stages) { stage = 0; phase ^= 1u; }
             }
-            wgmma_wait<0>();
-#pragma unroll
-            for (int t = 0; t < M_TILES; ++t) pin(acc[t]);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(ring.empty + 8 * previous);
             if (__any_sync(FULL_WARP, failed)) { *p.error = 2; tile.y = LAST_OF_DOCUMENT | LAST_OF_ITEM; }
             const int quad = 2 * (lane & 3);
 #pragma unroll

@@ -1,8 +1,8 @@
 // MaxSim for every tensor-core GPU, dtype, metric, depth and layout: mma.sync m16n8k16 (f32 accumulators, k ascending: the row's one chain C).
 //
-// One CTA takes one (query, document): 64 query rows x 64 tokens x 64 columns a step, three cp.async stages, so that it fits every card
-// from 100 KiB of shared memory on. Rows of queries shorter than 33 tokens share a tile. Rows are reached through a list, which is how the
-// refinement of a screen (maxsim_forward_sm90, MODE_SCREEN) looks only at rows whose winner is still open.
+// One CTA takes one (query, document): 64 query rows x 64 tokens x 64 columns a step, two cp.async stages: 72 KiB, three CTAs an H200
+// multiprocessor (f32 1x1000,1024x1024), one on cards with 100 KiB. Rows of queries shorter than 33 tokens share a tile. Rows are reached through a list, which is how the
+// refinement of a screen (MODE_SCREEN, refine_f32) looks only at rows whose winner is still open.
 //
 //   DIRECT  bf16, f16, dot: the accumulator is C, maxima stay in registers
 //   LISTED  f32 (C is the f64 dot), cosine, angular, overflowing bf16: v is the accumulator (normalised for cosine), B its bound; a token
@@ -19,7 +19,7 @@
 #define METRIC_COSINE 1
 #define METRIC_ANGULAR 2
 
-constexpr int THREADS = 128, STAGES = 3, OPERAND_BYTES = 64 * 128, STAGE_BYTES = 2 * OPERAND_BYTES;
+constexpr int THREADS = 128, STAGES = 2, OPERAND_BYTES = 64 * 128, STAGE_BYTES = 2 * OPERAND_BYTES;
 constexpr int SPAN = 1024;        // query rows whose results wait in shared memory
 constexpr int TILE_STRIDE = 65;   // words a row of the accumulator tile, odd: no bank conflicts down a column
 constexpr double LOUD = 0x1p112;  // squared norm from which a product could overflow f32: C is the f64 dot there
@@ -42,17 +42,12 @@ struct Side {                // queries or documents
 struct Params {
     Side queries, documents;
     const i64* candidates;        // [query count, slots], or null; null with `pairs`: slot 0 of query q is document q
-    const float* screen_best;     // [query count, pieces, length] of a screen, or null
-    const float* screen_second;
-    const int* screen_index;
-    const int* piece_begin;       // document count + 1
-    const int* piece_base;        // first token of a piece within its document
     Score* scores;                // [query count, slots]
-    Score* token_scores;          // [query count, slots, length], or null
-    int* argmax;                  // same shape, or null
+    Score* token_scores;          // [query count, slots, length], or null; `refined`: holds what refine_f32 found
+    int* argmax;                  // same shape
     double empty;
     i64 slots, items;
-    int metric, mean, depth, pieces, pairs, only_loud, queries_an_item;
+    int metric, mean, depth, refined, pairs, only_loud, queries_an_item;
 };
 
 struct Shared {
@@ -65,6 +60,8 @@ struct Shared {
     float tile[64 * TILE_STRIDE];  // LISTED
     float inverse_norm[64];        // of the tile's tokens: cosine, angular; NaN where it must be evaluated
 };
+
+static_assert(sizeof(Shared) <= 40 * 1024, "scoring.py reserves 40 KiB");
 
 DEVICE float as_float(u16 bits) {
 #if DTYPE == DTYPE_F16
@@ -188,9 +185,20 @@ DEVICE double dot_f64(const Params& p, i64 query, i64 document, const Half& half
     }
     return fold_16(sum, half);
 }
+// The squared norm of a query token, where no pass over the queries has stored it.
+DEVICE double square_of(const Params& p, i64 query, const Half& half) {
+    double sum = 0.0;
+#if DTYPE != DTYPE_F32
+    for (int k = half.lane; k < p.depth; k += 16) {
+        const double x = as_float(p.queries.tokens[query * p.queries.stride + k]);
+        sum = fma(x, x, sum);
+    }
+#endif
+    return fold_16(sum, half);
+}
 DEVICE double pair_value(const Params& p, i64 query, i64 document, float accumulator, const Half& half) {
     double qq = 0.0, dd = 0.0, dot;
-    if (DTYPE != DTYPE_F32 || p.metric != METRIC_DOT) qq = p.queries.squares[query], dd = p.documents.squares[document];
+    if (DTYPE != DTYPE_F32 || p.metric != METRIC_DOT) qq = p.queries.squares ? p.queries.squares[query] : square_of(p, query, half), dd = p.documents.squares[document];
     if (DTYPE == DTYPE_F32 || !(qq < LOUD) || !(dd < LOUD)) dot = dot_f64(p, query, document, half);
     else dot = accumulator;
     if (p.metric == METRIC_DOT) return dot;
@@ -208,13 +216,8 @@ DEVICE bool better(const Params& p, double value, double best, int best_index) {
     return value != value || (p.metric == METRIC_ANGULAR ? value < best : value > best);
 }
 
-// |C - v| for a dot of two planes: residuals by Cauchy-Schwarz, 36 ceil(depth / 16) 2^-24 for the matrix unit, (depth + 1) 2^-53 for C.
 DEVICE float dot_bound(const Params& p, i64 query, i64 document) {
-    if (DTYPE != DTYPE_F32) return 0.0f;
-    const float4 q = p.queries.sets[query], d = p.documents.sets[document];
-    const float planes = (q.x + q.y) * (d.x + d.y);
-    const float unit = 36.0f * ((p.depth + 15) / 16) * 0x1p-24f + (p.depth + 1) * 0x1p-53f;
-    return (q.y * d.x + (q.x + q.y) * d.y + unit * planes) * (1.0f + 0x1p-16f) + p.depth * 0x1p-126f;
+    return DTYPE == DTYPE_F32 ? screen_bound(p.queries.sets[query], p.documents.sets[document], p.depth) : 0.0f;
 }
 
 DEVICE void reduce_listed(const Params& p, const Item& item, Shared& s, int first, int first_row, int rows, int token, const Half& half) {
@@ -223,7 +226,7 @@ DEVICE void reduce_listed(const Params& p, const Item& item, Shared& s, int firs
         const Row row = row_of(p, item, first + at);
         if (!row.valid) continue;
         const float bound = dot_bound(p, row.query, item.document);
-        const double qq = p.queries.squares[row.token];
+        const double qq = p.queries.squares ? p.queries.squares[row.token] : square_of(p, row.token, half);
         const bool open = p.metric != METRIC_DOT ? !(qq < 0x1p120 && (qq > 0x1p-120 || qq == 0.0)) : DTYPE != DTYPE_F32 && !(qq < LOUD);
         float high[4], floor = s.floor[at];
 #pragma unroll
@@ -256,28 +259,37 @@ DEVICE void reduce_listed(const Params& p, const Item& item, Shared& s, int firs
     }
 }
 
-// Rows whose screen leaves one winner take its f64 dot at once; the others go on the list with the floor that the screen found.
-DEVICE void take_screen(const Params& p, const Item& item, Shared& s, int first, int rows, const Half& half) {
-    for (int r = half.index; r < rows; r += 8) {
+// Takes over the rows that refine_f32 decided; the others go on the list, with the floor that the screen found.
+DEVICE void take_refined(const Params& p, const Item& item, Shared& s, int first, int rows) {
+    for (int r = threadIdx.x; r < rows; r += THREADS) {
         const Row row = row_of(p, item, first + r);
         if (!row.valid) continue;
-        float value = negative_infinity(), second = value;
-        int index = 0;
-        for (int piece = p.piece_begin[item.document]; piece < p.piece_begin[item.document + 1]; ++piece) {
-            const i64 at = (row.query * p.pieces + piece) * p.queries.length + row.position;
-            const float other = p.screen_best[at];
-            second = fmaxf(fmaxf(second, p.screen_second[at]), fminf(value, other));
-            if (other > value) value = other, index = p.piece_base[piece] + p.screen_index[at];
+        const i64 at = (row.query * p.slots + item.slot) * p.queries.length + row.position;
+        const int index = p.argmax[at];
+        if (index >= 0) {
+            s.best[r] = p.token_scores[at], s.index[r] = index;
+        } else {
+            s.floor[r] = (float)p.token_scores[at];
+            s.list[atomicAdd(&s.listed, 1)] = (u16)r;
         }
-        const float bound = dot_bound(p, row.query, item.document);
-        const bool open = !(second + bound < value - bound);
-        const double winner = open ? 0.0 : dot_f64(p, row.token, item.document_start + index, half);
-        if (half.lane != 0) continue;
-        s.best[r] = winner;
-        s.index[r] = open ? -1 : index;
-        s.floor[r] = fmaxf(value - bound, negative_infinity());
-        if (open) s.list[atomicAdd(&s.listed, 1)] = (u16)r;
     }
+}
+
+// Whether a query of the item could hold a loud token: an element of 2^50 or more, or one that is not finite.
+DEVICE bool may_be_loud(const Params& p, const Item& item) {
+    bool loud = false;
+    if (p.queries.sets) {
+        for (int q = 0; q < item.queries; ++q) loud |= p.queries.sets[item.query + q].z != 0.0f;
+        return loud;
+    }
+    const i64 start = set_start(p.queries, item.query), end = set_start(p.queries, item.query + item.queries - 1) + set_count(p.queries, item.query + item.queries - 1);
+    const uint4* words = reinterpret_cast<const uint4*>(p.queries.tokens + start * p.queries.stride);
+    u32 carry = 0;  // into bit 15 of a half where its exponent is large
+    for (i64 i = threadIdx.x; i < (end - start) * p.queries.stride / 8; i += THREADS) {
+        const uint4 w = words[i];
+        carry |= ((w.x & 0x7fff7fffu) + 0x27802780u) | ((w.y & 0x7fff7fffu) + 0x27802780u) | ((w.z & 0x7fff7fffu) + 0x27802780u) | ((w.w & 0x7fff7fffu) + 0x27802780u);
+    }
+    return __syncthreads_or(carry & 0x80008000u);
 }
 
 // One pass of the document for up to 64 listed rows.
@@ -290,13 +302,12 @@ DEVICE void score_rows(const Params& p, const Item& item, Shared& s, u32 stages,
         if (step < steps) load_stage(p, item, s, stages + step % STAGES * STAGE_BYTES, first_row, rows, step / columns * 64, step % columns * 64, first);
         else copy_commit();  // keeps the count of groups
     };
-    load(0);
-    load(1);
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
         const int token = step / columns * 64;
-        copy_wait<1>();
+        copy_wait<STAGES - 2>();
         __syncthreads();
-        load(step + 2);
+        load(step + STAGES - 1);
         if (step % columns == 0)
 #pragma unroll
             for (int j = 0; j < 8; ++j)
@@ -344,7 +355,7 @@ DEVICE void write_rows(const Params& p, const Item& item, const Shared& s, int f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) maxsim_sm80(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) maxsim_sm80(const __grid_constant__ Params p) {
     extern __shared__ unsigned char dynamic_shared[];
     __shared__ double totals[4];  // one a query of the item
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -355,21 +366,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) maxsim_sm80(const __gri
     for (i64 at = blockIdx.x; at < p.items; at += gridDim.x) {
         const Item item = item_at(p, at);
         if (p.only_loud) {
-            bool loud = item.count > 0 && p.documents.sets[item.document].z != 0.0f;
-            for (int q = 0; q < item.queries; ++q) loud |= p.queries.sets[item.query + q].z != 0.0f;
-            if (!loud || item.count == 0) continue;
+            if (item.count == 0 || !(may_be_loud(p, item) || p.documents.sets[item.document].z != 0.0f)) continue;
         }
         if (threadIdx.x < 4) totals[threadIdx.x] = 0.0;
         for (int first = 0; first < item.rows; first += SPAN) {
             const int rows = min(SPAN, item.rows - first);
             __syncthreads();
-            if (threadIdx.x == 0) s.listed = p.screen_best && item.count > 0 ? 0 : rows;
+            if (threadIdx.x == 0) s.listed = p.refined && item.count > 0 ? 0 : rows;
             for (int r = threadIdx.x; r < rows; r += THREADS) s.list[r] = (u16)r, s.index[r] = -1, s.best[r] = 0.0, s.floor[r] = negative_infinity();
             __syncthreads();
-#if LISTED
-            if (p.screen_best && item.count > 0) take_screen(p, item, s, first, rows, half);
+            if (p.refined && item.count > 0) take_refined(p, item, s, first, rows);
             __syncthreads();
-#endif
             const int listed = item.count > 0 ? s.listed : 0;
             for (int row = 0; row < listed; row += 64) score_rows(p, item, s, stages, first, row, min(64, listed - row), half);
 

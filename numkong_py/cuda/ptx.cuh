@@ -47,6 +47,15 @@ DEVICE double score_of(double sum, int query_count, i64 document_count, int mean
     return mean ? sum / query_count : sum;
 }
 
+// ---------------------------------------------------------------- the f32 screen
+// |C - v| for v a dot of two f16 planes on the matrix unit and C the f64 dot of the f32 tokens; a set is {largest norm, largest |x - plane|}.
+// Residuals by Cauchy-Schwarz, 36 ceil(depth / 16) 2^-24 for the matrix unit, (depth + 1) 2^-53 for C, the rest for f32 arithmetic here.
+DEVICE float screen_bound(float4 query, float4 document, int depth) {
+    const float planes = (query.x + query.y) * (document.x + document.y);
+    const float unit = 36.0f * ((depth + 15) / 16) * 0x1p-24f + (depth + 1) * 0x1p-53f;
+    return (query.y * document.x + (query.x + query.y) * document.y + unit * planes) * (1.0f + 0x1p-16f) + depth * 0x1p-126f;
+}
+
 // ---------------------------------------------------------------- shared-memory barriers
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void barrier_init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..errors import DeviceMismatch, InvalidArgument, NumKongError, ShapeMismatch, UnsupportedDtype
 from . import launch_table
-from .collection import DTYPE_IDS, CudaCollection, pack, pinned_word
+from .collection import DTYPE_IDS, CudaCollection, on_device, pack, pinned_word
 from .compile import Kernel, kernel
 from .launch_table import Variant
 from .plan import Pieces, balance, chunk_count, cut_documents, deal_documents
@@ -27,11 +28,15 @@ MATRIX_FLOPS, MEMORY_BYTES = (
 )  # a second, H200 (bench: ceilings); only to weigh a second kernel against idle CTAs
 SECOND_KERNEL_SECONDS = 4e-6
 
-FORWARD = struct.Struct("@128s128s11Qqf10i")  # Params of forward.cuh
+FORWARD = struct.Struct("@128s128s13Qqf11i")  # Params of forward.cuh
 COMBINE = struct.Struct("@9Qqf4i")  # of combine.cu
-GENERAL = struct.Struct("@5Qq2i5Qq2i9Qd2q7i")  # of maxsim_sm80.cu
-GENERAL_SHARED_BYTES = 3 * 16384 + 1024 + 36 * 1024  # stages, alignment, struct Shared
+REFINE = struct.Struct("@15Qq4i")  # of refine_f32.cu
+GENERAL = struct.Struct("@5Qq2i5Qq2i4Qd2q7i")  # of maxsim_sm80.cu
+GENERAL_SHARED_BYTES = 2 * 16384 + 1024 + 40 * 1024  # stages, alignment, struct Shared
 GENERAL_THREADS = 128
+COMBINE_THREADS = 512
+REFINE_THREADS = 256
+SCAN_ELEMENTS = 64 * 256  # of a query: up to here every CTA looks for loud tokens itself
 
 
 class Scores(NamedTuple):
@@ -53,11 +58,12 @@ class Scores(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How scores are made."""
+    """How scores are made, and on which stream."""
 
     metric: str
     mean: bool
     empty: float
+    stream: int
 
 
 class Outputs(NamedTuple):
@@ -76,32 +82,44 @@ def _pointer(array: cp.ndarray | None) -> int:
     return 0 if array is None else array.data.ptr
 
 
-# ------------------------------------------------------------------------------------- errors of the device
+# ------------------------------------------------------------------------------------- the device
 
-_error_words: dict[int, np.ndarray] = {}
+
+class _Device(NamedTuple):
+    """What calls need of a device."""
+
+    multiprocessors: int
+    error: (
+        np.ndarray
+    )  # the word that kernels set when a bounded wait runs out; host memory, reading it waits for nothing
+    error_pointer: int
+
+
+_devices: dict[int, _Device] = {}
 _lock = threading.Lock()
 
 
-def _error_word(device: int) -> np.ndarray:
-    """The word that kernels set when a bounded wait runs out; host memory, so that reading it waits for nothing."""
-    if device not in _error_words:
+def _device(index: int) -> _Device:
+    if index not in _devices:
         with _lock:
-            _error_words.setdefault(device, pinned_word(0.0))
-    return _error_words[device]
+            count = cp.cuda.Device(index).attributes["MultiProcessorCount"]
+            word = pinned_word(0.0)
+            _devices.setdefault(index, _Device(count, word.view(np.int32), word.ctypes.data))
+    return _devices[index]
 
 
-def _raise_device_error(device: int) -> None:
-    word = _error_word(device).view(np.int32)
+def _raise_device_error(index: int) -> None:
+    word = _device(index).error
     if word[0]:
         code, word[0] = int(word[0]), 0
-        raise NumKongError(f"cuda:{device}: a wait in an earlier call ran out (code {code}); its scores are not valid")
+        raise NumKongError(f"cuda:{index}: a wait in an earlier call ran out (code {code}); its scores are not valid")
 
 
-# ------------------------------------------------------------------------------------- the forward kernel (sm90)
+# ------------------------------------------------------------------------------------- the forward kernels (sm90)
 
 
 class Schedule(NamedTuple):
-    """Pieces on the device."""
+    """Pieces of documents on the device."""
 
     pieces: cp.ndarray
     chunk_begin: cp.ndarray
@@ -111,60 +129,69 @@ class Schedule(NamedTuple):
     count: int
 
 
+class Launch(NamedTuple):
+    """One shape's launch: kernel, variant, query blocks of `block_groups` 16-row groups, chunks of documents, grid.
+
+    `schedule` is None for candidates; `cut` documents are put together by a second kernel.
+    """
+
+    run: Kernel
+    variant: Variant
+    blocks: int
+    block_groups: int
+    chunks: int
+    grid: int
+    cut: bool
+    schedule: Schedule | None
+
+
 def _schedule(documents: CudaCollection, chunks: int, cut: bool, tile: int) -> Schedule:
     key = (chunks, cut, tile)
     if key not in documents._schedules:
         pieces: Pieces = (cut_documents if cut else deal_documents)(documents.host_offsets, chunks, tile)
         parts = (pieces.table(), pieces.chunk_begin, pieces.piece_begin, pieces.base)
-        on_device = [cp.asarray(np.ascontiguousarray(part, np.int32)) for part in parts]
-        documents._schedules[key] = Schedule(*on_device, len(pieces.chunk_begin) - 1, len(pieces.start))
+        uploaded = [cp.asarray(np.ascontiguousarray(part, np.int32)) for part in parts]
+        documents._schedules[key] = Schedule(*uploaded, len(pieces.chunk_begin) - 1, len(pieces.start))
     return documents._schedules[key]
-
-
-_multiprocessors: dict[int, int] = {}
-
-
-def _multiprocessor_count(device: int) -> int:
-    if device not in _multiprocessors:
-        _multiprocessors[device] = cp.cuda.Device(device).attributes["MultiProcessorCount"]
-    return _multiprocessors[device]
 
 
 def _forward_kernel(variant: Variant, mode: int, dtype: str, device: int) -> Kernel:
     return kernel(variant.source, "sm90", device, variant.threads, variant.shared_bytes, **variant.macros(mode, dtype))
 
 
-class Launch(NamedTuple):
-    """One launch of the forward kernel: variant, query blocks, 16-row groups a block, chunks, whether documents are cut."""
-
-    variant: Variant
-    mode: int
-    blocks: int
-    block_groups: int
-    chunks: int
-    cut: bool
-
-
 def _plan(queries: CudaCollection, documents: CudaCollection, mode: int) -> Launch:
+    """How all pairs are launched: whole documents where that keeps the CTAs busy, else pieces and a second kernel."""
     groups = (queries.longest + 15) // 16
-    total = len(queries) * groups
+    total = queries.count * groups
     variant = launch_table.forward(total * 16, documents.stride, mode)
-    grid = _multiprocessor_count(documents.device_id) * variant.ctas
+    run = _forward_kernel(variant, mode, documents.dtype, documents.device_id)
+    most = _device(documents.device_id).multiprocessors * variant.ctas
     whole = variant.groups // groups * groups  # groups of whole queries a CTA holds
     if mode != launch_table.SCREEN and whole and (total <= whole or whole >= 0.85 * variant.groups):
         blocks = -(-total // whole)
-        chunks = chunk_count(blocks, grid, len(documents))
+        chunks = chunk_count(blocks, most, documents.count)
         tokens = int(documents.lengths.sum())
-        flops, moved = 2.0 * total * 16 * tokens * documents.stride, 2.0 * tokens * documents.stride
-        seconds = max(flops / MATRIX_FLOPS, moved / MEMORY_BYTES)
-        idle = 1.0 / (balance(documents.lengths, chunks, variant.tile_tokens) * min(1.0, blocks * chunks / grid)) - 1.0
-        if flops / MATRIX_FLOPS < moved / MEMORY_BYTES and len(documents) >= grid:
-            idle = 0.0  # memory is busy whichever CTA asks
-        if seconds * idle <= SECOND_KERNEL_SECONDS:
-            return Launch(variant, mode, blocks, whole, chunks, False)
+        compute = 2.0 * total * 16 * tokens * documents.stride / MATRIX_FLOPS
+        memory = 2.0 * tokens * documents.stride / MEMORY_BYTES
+        busy = balance(documents.lengths, chunks, variant.tile_tokens) * min(1.0, blocks * chunks / most)
+        if memory > compute and documents.count >= most:
+            busy = 1.0  # memory is, whichever CTA asks
+        if max(compute, memory) * (1.0 / busy - 1.0) <= SECOND_KERNEL_SECONDS:
+            schedule = _schedule(documents, chunks, False, variant.tile_tokens)
+            return Launch(run, variant, blocks, whole, chunks, min(blocks * chunks, most), False, schedule)
     blocks = -(-total // variant.groups)
     tiles = int((-(-documents.lengths // variant.tile_tokens)).sum())
-    return Launch(variant, mode, blocks, variant.groups, chunk_count(blocks, grid, tiles), True)
+    schedule = _schedule(documents, chunk_count(blocks, most, tiles), True, variant.tile_tokens)
+    chunks = schedule.chunks
+    return Launch(run, variant, blocks, variant.groups, chunks, min(blocks * chunks, most), True, schedule)
+
+
+def _planned(queries: CudaCollection, documents: CudaCollection, mode: int) -> Launch:
+    key = (queries.count, queries.longest, mode, "plan")
+    launch = documents._schedules.get(key)
+    if launch is None:
+        launch = documents._schedules[key] = _plan(queries, documents, mode)
+    return launch
 
 
 def _launch_forward(
@@ -174,52 +201,51 @@ def _launch_forward(
     options: Options,
     slots: int,
     scores: cp.ndarray | None,
-    per_token: tuple[cp.ndarray | None, cp.ndarray | None, cp.ndarray | None],
-    schedule: Schedule | None,
+    per_token: tuple[cp.ndarray | None, ...],
     candidates: cp.ndarray | None = None,
 ) -> None:
-    device = documents.device_id
-    run = _forward_kernel(launch.variant, launch.mode, documents.dtype, device)
-    items = launch.blocks * launch.chunks
+    box, query_map = 0, b""
+    if documents.stride > 128:
+        side_by_side = queries.uniform and (queries.longest % 16 == 0 or queries.count == 1)
+        box = launch.variant.rows if side_by_side else 16
+        query_map = queries.tensor_map(box)
+    schedule = launch.schedule
     parameters = FORWARD.pack(
-        documents.document_map, queries.query_map if documents.stride > 128 else b"", queries.plane.data.ptr, queries.offsets_pointer,
-        _pointer(schedule and schedule.pieces), _pointer(schedule and schedule.chunk_begin), _pointer(candidates),
-        documents.offsets.data.ptr if candidates is not None else 0,
-        _pointer(scores), *map(_pointer, per_token), _error_word(device).ctypes.data, len(documents), options.empty,
-        options.mean, len(queries), queries.longest, (queries.longest + 15) // 16, queries.stride, slots,
-        launch.blocks, launch.chunks, launch.block_groups, launch.variant.stages,
+        documents.tensor_map(64), query_map, queries.plane.data.ptr, queries.offsets_pointer,
+        schedule.pieces.data.ptr if schedule else 0, schedule.chunk_begin.data.ptr if schedule else 0,
+        _pointer(candidates), 0 if schedule else documents.offsets.data.ptr,
+        _pointer(scores), *map(_pointer, per_token), _device(documents.device_id).error_pointer, documents.count,
+        options.empty, options.mean, queries.count, queries.longest, (queries.longest + 15) // 16, queries.stride, slots,
+        launch.blocks, launch.chunks, launch.block_groups, launch.variant.stages, box,
     )  # fmt: skip
-    grid = min(items, _multiprocessor_count(device) * launch.variant.ctas)
-    run.launch(grid, cp.cuda.get_current_stream().ptr, parameters)
+    launch.run.launch(launch.grid, options.stream, parameters)
+
+
+def _per_token(out: Outputs) -> tuple[cp.ndarray | None, ...]:
+    """The forward kernel's outputs a token: maxima, winners, and nothing of a screen."""
+    token_scores = out.token_scores if out.argmax is None else _required(out.token_scores, out.argmax)
+    return token_scores, out.argmax, None, None, None
 
 
 def _forward(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs) -> None:
     """All pairs of bf16 or f16 sets, dot."""
-    mode = launch_table.SCORE if out.argmax is None else launch_table.ARGMAX
-    key = (len(queries), queries.longest, mode, "plan")
-    launch = documents._schedules.get(key)
-    if launch is None:
-        launch = documents._schedules[key] = _plan(queries, documents, mode)
-    schedule = _schedule(documents, launch.chunks, launch.cut, launch.variant.tile_tokens)
+    launch = _planned(queries, documents, launch_table.SCORE if out.argmax is None else launch_table.ARGMAX)
     if not launch.cut:
-        token_scores = out.token_scores if out.argmax is None else _required(out.token_scores, out.argmax)
-        _launch_forward(
-            launch, queries, documents, options, len(documents), out.scores, (token_scores, out.argmax, None), schedule
-        )
+        _launch_forward(launch, queries, documents, options, documents.count, out.scores, _per_token(out))
         return
-    launch = launch._replace(chunks=schedule.chunks)
-    shape = (len(queries), schedule.count, queries.longest)
+    schedule = launch.schedule
+    shape = (queries.count, schedule.count, queries.longest)
     maxima = _scratch(shape, np.float32)
     argmax = None if out.argmax is None else _scratch(shape, np.int32)
-    _launch_forward(launch, queries, documents, options, schedule.count, None, (maxima, argmax, None), schedule)
-    items = len(queries) * len(documents)
+    _launch_forward(launch, queries, documents, options, schedule.count, None, (maxima, argmax, None, None, None))
+    items = queries.count * documents.count
     parameters = COMBINE.pack(
         maxima.data.ptr, _pointer(argmax), schedule.piece_begin.data.ptr, schedule.base.data.ptr, queries.offsets_pointer,
         documents.offsets.data.ptr, out.scores.data.ptr, _pointer(out.token_scores), _pointer(out.argmax), items,
-        options.empty, options.mean, len(documents), schedule.count, queries.longest,
+        options.empty, options.mean, documents.count, schedule.count, queries.longest,
     )  # fmt: skip
-    combine = kernel("combine.cu", documents.row, documents.device_id, 128)
-    combine.launch(min(items, 1 << 20), cp.cuda.get_current_stream().ptr, parameters)
+    combine = kernel("combine.cu", documents.row, documents.device_id, COMBINE_THREADS)
+    combine.launch(min(items, 1 << 20), options.stream, parameters)
 
 
 def _forward_candidates(
@@ -227,15 +253,13 @@ def _forward_candidates(
 ) -> None:
     """A list of documents for each query: the kernel's producer follows the list, nothing is gathered."""
     mode = launch_table.SCORE if out.argmax is None else launch_table.ARGMAX
-    groups = (queries.longest + 15) // 16
+    groups, slots = (queries.longest + 15) // 16, out.scores.shape[1]
     variant = launch_table.forward(groups * 16, documents.stride, mode)
-    grid = _multiprocessor_count(documents.device_id) * variant.ctas
-    slots = out.scores.shape[1]
-    launch = Launch(variant, mode, len(queries), groups, chunk_count(len(queries), grid, slots), False)
-    token_scores = out.token_scores if out.argmax is None else _required(out.token_scores, out.argmax)
-    _launch_forward(
-        launch, queries, documents, options, slots, out.scores, (token_scores, out.argmax, None), None, candidates
-    )
+    run = _forward_kernel(variant, mode, documents.dtype, documents.device_id)
+    most = _device(documents.device_id).multiprocessors * variant.ctas
+    chunks = chunk_count(queries.count, most, slots)
+    launch = Launch(run, variant, queries.count, groups, chunks, min(queries.count * chunks, most), False, None)
+    _launch_forward(launch, queries, documents, options, slots, out.scores, _per_token(out), candidates)
 
 
 _kept: list[cp.ndarray] = []
@@ -257,20 +281,17 @@ def _required(token_scores: cp.ndarray | None, argmax: cp.ndarray, dtype: Any = 
 # ------------------------------------------------------------------------------------- the general kernel (sm80)
 
 
-class Screened(NamedTuple):
-    """Output of the forward kernel's screen, and the pieces it belongs to."""
-
-    best: cp.ndarray
-    second: cp.ndarray
-    index: cp.ndarray
-    schedule: Schedule
+@cache
+def _general_kernel(row: str, device: int, dtype: str, listed: bool) -> Kernel:
+    macros = {"DTYPE": DTYPE_IDS[dtype], "LISTED": int(listed)}
+    return kernel("maxsim_sm80.cu", row, device, GENERAL_THREADS, GENERAL_SHARED_BYTES, **macros)
 
 
-def _side(collection: CudaCollection, listed: bool) -> tuple[int, ...]:
+def _side(collection: CudaCollection, stats: bool) -> tuple[int, ...]:
+    squares, sets = collection.stats_pointers if stats else (0, 0)
     return (
-        collection.plane.data.ptr, _pointer(collection.originals), collection.squares.data.ptr if listed else 0,
-        collection.sets.data.ptr if listed else 0, collection.offsets_pointer, len(collection), collection.longest,
-        collection.stride,
+        collection.plane.data.ptr, _pointer(collection.originals), squares, sets, collection.offsets_pointer,
+        collection.count, collection.longest, collection.stride,
     )  # fmt: skip
 
 
@@ -281,21 +302,14 @@ def _general(
     out: Outputs,
     candidates: cp.ndarray | None = None,
     pairs: bool = False,
-    screened: Screened | None = None,
+    refined: bool = False,
     only_loud: bool = False,
 ) -> None:
     """Any type, metric and layout, by mma.sync and f64 where the contract's pair value asks for it."""
     device, dtype = documents.device_id, documents.dtype
     listed = dtype == "f32" or options.metric != "dot" or only_loud
-    run = kernel(
-        "maxsim_sm80.cu",
-        documents.row,
-        device,
-        GENERAL_THREADS,
-        GENERAL_SHARED_BYTES,
-        DTYPE=DTYPE_IDS[dtype],
-        LISTED=int(listed),
-    )
+    run = _general_kernel(documents.row, device, dtype, listed)
+    scan = only_loud and not queries.prepared and queries.longest * queries.stride <= SCAN_ELEMENTS
     query_rows = max((queries.longest + 15) // 16 * 16, 16)
     together = 1 if pairs or candidates is not None else max(1, 64 // query_rows)
     slots = out.scores.shape[1]
@@ -306,26 +320,35 @@ def _general(
     if argmax is not None:
         token_scores = _required(token_scores, argmax, out.scores.dtype)
     parameters = GENERAL.pack(
-        *_side(queries, listed), *_side(documents, listed), _pointer(candidates),
-        *((screened.best.data.ptr, screened.second.data.ptr, screened.index.data.ptr) if screened else (0, 0, 0)),
-        *((screened.schedule.piece_begin.data.ptr, screened.schedule.base.data.ptr) if screened else (0, 0)),
+        *_side(queries, listed and not scan), *_side(documents, listed), _pointer(candidates),
         out.scores.data.ptr, _pointer(token_scores), _pointer(argmax), options.empty, slots, items,
-        METRICS[options.metric], options.mean, documents.depth, screened.schedule.count if screened else 0, pairs, only_loud,
+        METRICS[options.metric], options.mean, documents.depth, refined, pairs, only_loud,
         together,
     )  # fmt: skip
-    grid = min(items, 16 * _multiprocessor_count(device))
-    run.launch(grid, cp.cuda.get_current_stream().ptr, parameters)
+    run.launch(min(items, (3 if only_loud else 24) * _device(device).multiprocessors), options.stream, parameters)
 
 
 def _screened_f32(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs) -> None:
-    """f32, dot, all pairs: wgmma over the f16 planes finds best and second best, f64 decides."""
-    launch = _plan(queries, documents, launch_table.SCREEN)
-    schedule = _schedule(documents, launch.chunks, True, launch.variant.tile_tokens)
-    launch = launch._replace(chunks=schedule.chunks)
-    shape = (len(queries), schedule.count, queries.longest)
-    best, second, index = (_scratch(shape, dtype) for dtype in (np.float32, np.float32, np.int32))
-    _launch_forward(launch, queries, documents, options, schedule.count, None, (best, index, second), schedule)
-    _general(queries, documents, options, out, screened=Screened(best, second, index, schedule))
+    """f32, dot, all pairs: wgmma over the f16 planes leaves one or two candidates a row, f64 decides."""
+    launch = _planned(queries, documents, launch_table.SCREEN)
+    schedule = launch.schedule
+    shape = (queries.count, schedule.count, queries.longest)
+    screen = [_scratch(shape, dtype) for dtype in (np.float32, np.int32, np.float32, np.int32, np.float32)]
+    _launch_forward(launch, queries, documents, options, schedule.count, None, tuple(screen))
+    shape = (queries.count, documents.count, queries.longest)
+    argmax = _scratch(shape, np.int32) if out.argmax is None else out.argmax
+    token_scores = _required(out.token_scores, argmax, np.float64)
+    items = queries.count * documents.count * queries.longest
+    parameters = REFINE.pack(
+        *map(_pointer, screen), schedule.piece_begin.data.ptr, schedule.base.data.ptr, queries.originals.data.ptr,
+        documents.originals.data.ptr, queries.sets.data.ptr, documents.sets.data.ptr, queries.offsets_pointer,
+        documents.offsets.data.ptr, token_scores.data.ptr, argmax.data.ptr, items, documents.count, schedule.count,
+        queries.longest, documents.depth,
+    )  # fmt: skip
+    refine = kernel("refine_f32.cu", documents.row, documents.device_id, REFINE_THREADS)
+    grid = min(-(-items * 16 // REFINE_THREADS), 64 * _device(documents.device_id).multiprocessors)
+    refine.launch(grid, options.stream, parameters)
+    _general(queries, documents, options, Outputs(out.scores, token_scores, argmax), refined=True)
 
 
 # ------------------------------------------------------------------------------------- bounds
@@ -370,23 +393,21 @@ def _bounds(
 # ------------------------------------------------------------------------------------- the entry point
 
 
-def _side_of(x: Any, dtype: str | None, argument: str) -> CudaCollection:
-    if isinstance(x, CudaCollection):
-        return x
-    return pack(x, dtype=dtype, copy=False)
+def _side_of(x: Any, dtype: str | None) -> CudaCollection:
+    return x if isinstance(x, CudaCollection) else pack(x, dtype=dtype, copy=False)
 
 
-def _check(queries: CudaCollection, documents: CudaCollection, options: dict[str, Any]) -> None:
+def _check(queries: CudaCollection, documents: CudaCollection, metric: str, reduction: str) -> None:
     if queries.dtype != documents.dtype:
         raise UnsupportedDtype(f"queries are {queries.dtype}, documents {documents.dtype}; convert one of them")
     if queries.depth != documents.depth:
         raise ShapeMismatch(f"queries have depth {queries.depth}, documents {documents.depth}")
     if queries.device_id != documents.device_id:
         raise DeviceMismatch(f"queries are on {queries.device}, documents on {documents.device}; copy one of them over")
-    if options["metric"] not in METRICS:
-        raise InvalidArgument(f"metric: {options['metric']!r}, wanted one of {', '.join(map(repr, METRICS))}")
-    if options["reduction"] not in ("sum", "mean"):
-        raise InvalidArgument(f"reduction: {options['reduction']!r}, wanted 'sum' or 'mean'")
+    if metric not in METRICS:
+        raise InvalidArgument(f"metric: {metric!r}, wanted one of {', '.join(map(repr, METRICS))}")
+    if reduction not in ("sum", "mean"):
+        raise InvalidArgument(f"reduction: {reduction!r}, wanted 'sum' or 'mean'")
 
 
 def _candidate_array(candidates: Any, queries: CudaCollection) -> cp.ndarray:
@@ -436,27 +457,28 @@ def score(
     NumKongError
         A kernel of an earlier call gave up waiting.
     """
-    queries, documents = _side_of(queries, dtype, "queries"), _side_of(documents, dtype, "documents")
-    _check(queries, documents, {"metric": metric, "reduction": reduction})
-    with cp.cuda.Device(documents.device_id):
+    queries, documents = _side_of(queries, dtype), _side_of(documents, dtype)
+    _check(queries, documents, metric, reduction)
+    if empty is None:
+        empty = np.inf if metric == "angular" else -np.inf
+    with on_device(documents.device_id):
         _raise_device_error(documents.device_id)
-        if pairs and (candidates is not None or len(queries) != len(documents)):
+        if pairs and (candidates is not None or queries.count != documents.count):
             raise ShapeMismatch(
-                f"pairs: {len(queries)} queries and {len(documents)} documents, wanted as many, and no candidates"
+                f"pairs: {queries.count} queries, {documents.count} documents, wanted as many, and no candidates"
             )
         if candidates is not None:
             candidates = _candidate_array(candidates, queries)
-        worst = np.inf if metric == "angular" else -np.inf
-        options = Options(metric, reduction == "mean", worst if empty is None else float(empty))
-        slots = 1 if pairs else len(documents) if candidates is None else candidates.shape[1]
+        options = Options(metric, reduction == "mean", empty, cp.cuda.get_current_stream().ptr)
+        slots = 1 if pairs else documents.count if candidates is None else candidates.shape[1]
         outputs = _outputs(queries, slots, documents.dtype, return_argmax, return_token_scores, out)
         if outputs.scores.size:
             _run(queries, documents, options, outputs, candidates, pairs)
         bounds = None
         if return_bounds:
-            chosen = cp.arange(len(queries))[:, None] if pairs else candidates
+            chosen = cp.arange(queries.count)[:, None] if pairs else candidates
             if chosen is not None and not pairs:
-                chosen = cp.where((chosen >= 0) & (chosen < len(documents)), chosen, -1)
+                chosen = cp.where((chosen >= 0) & (chosen < documents.count), chosen, -1)
             bounds = _bounds(queries, documents, options, outputs.scores, chosen)
         return Scores(outputs.scores, outputs.argmax, outputs.token_scores, bounds)
 
@@ -491,19 +513,18 @@ def _run(
     whole = candidates is None and not pairs
     if fast and documents.dtype == "f32" and whole:
         _ = queries.sets, documents.sets  # the planes are made with them
-        for some, rows in _slices(queries, documents, out, 12):
+        for some, rows in _slices(queries, documents, out, 32):
             _screened_f32(some, documents, options, rows)
         return
     if not fast or documents.dtype == "f32" or (not whole and queries.longest > launch_table.MAX_QUERY_ROWS):
         _general(queries, documents, options, out, candidates, pairs)
-        return
-    if whole:
+    elif whole:
         for some, rows in _slices(queries, documents, out, 8):
             _forward(some, documents, options, rows)
     else:
         chosen = cp.arange(len(queries), dtype=np.int64)[:, None] if pairs else candidates
         _forward_candidates(queries, documents, options, out, chosen)
-    if queries.may_be_loud or documents.may_be_loud:
+    if options.metric == "dot" and (queries.may_be_loud or documents.may_be_loud):
         _general(queries, documents, options, out, candidates, pairs, only_loud=True)
 
 
@@ -548,7 +569,9 @@ def warmup(dtypes: tuple[str, ...] = ("bf16", "f16", "f32"), depths: tuple[int, 
                 )
             if row != "sm90":
                 continue
-            kernel("combine.cu", row, device, 128)
+            kernel("combine.cu", row, device, COMBINE_THREADS)
+            if dtype == "f32":
+                kernel("refine_f32.cu", row, device, REFINE_THREADS)
             modes = (launch_table.SCREEN,) if dtype == "f32" else (launch_table.SCORE, launch_table.ARGMAX)
             for mode in modes:
                 for variant in launch_table.all_variants(mode, tuple((depth + 7) // 8 * 8 for depth in depths)):

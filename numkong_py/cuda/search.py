@@ -11,7 +11,7 @@ import cupy as cp
 import numpy as np
 
 from ..errors import InvalidArgument, ShapeMismatch
-from .collection import STORED, CudaCollection, pack
+from .collection import STORED, CudaCollection, on_device, pack
 from .compile import kernel
 from .rows import best_row
 from .scoring import score
@@ -95,7 +95,7 @@ def topk(
     """
     queries = queries if isinstance(queries, CudaCollection) else pack(queries, dtype=dtype, copy=False)
     documents = documents if isinstance(documents, CudaCollection) else pack(documents, dtype=dtype, copy=False)
-    with cp.cuda.Device(documents.device_id):
+    with on_device(documents.device_id):
         if candidates is not None:
             candidates = cp.ascontiguousarray(cp.asarray(candidates), dtype=np.int64)
             order = cp.argsort(candidates, axis=1)  # equal scores go by document, not by place in the list
