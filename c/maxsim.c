@@ -55,10 +55,10 @@ nk_f64_t nk_maxsim_error_bound(nk_dtype_t dtype) {
     }
 }
 
-/* The row that a call runs on: the best within the mask, on no stream. */
+/* The row that a call runs on: the best within the mask and the machine, on no stream. */
 static nk_status_t nk_select_(nk_dtype_t dtype, nk_capability_t capabilities, nk_stream_t stream,
                               nk_backend_t const **backend) {
-    *backend = nk_backend_best(dtype, capabilities);
+    *backend = nk_backend_best(dtype, capabilities & nk_cpu_capabilities_detected());
     if (!*backend) return nk_missing_kernel_k;
     return stream ? nk_device_code_k : nk_success_k;
 }
@@ -111,6 +111,7 @@ static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_maxsim_pack_t const *job
     nk_u64_t tokens = 0;
     for (nk_size_t run = 0; run != runs->runs; ++run) {
         if (runs->counts[run] && job->depth && !runs->pointers[run]) return nk_null_argument_k;
+        if (runs->counts[run] > UINT64_MAX - tokens) return nk_size_overflow_k;
         tokens += runs->counts[run];
     }
     if (job->offsets[0] || job->offsets[job->documents] != tokens) return nk_unexpected_dimensions_k;
@@ -129,10 +130,17 @@ static nk_status_t nk_pack_(nk_dtype_t dtype, void const *vectors, nk_size_t vec
     return nk_pack_corpus_(dtype, &job, capabilities, stream);
 }
 
-static nk_status_t nk_check_candidates_(nk_maxsim_corpus_t const *job, nk_size_t documents) {
+/* Candidates in range, and the offsets of just their documents: a rerank must not walk the whole collection. */
+static nk_status_t nk_check_candidates_(nk_maxsim_corpus_t const *job, nk_packed_header_t const *documents) {
+    nk_u64_t const *offsets = nk_packed_offsets(job->documents);
     nk_size_t const count = (job->query_end - job->query_begin) * job->candidate_count;
-    for (nk_size_t index = 0; index != count; ++index)
-        if (job->candidates[index] < -1 || job->candidates[index] >= (nk_i64_t)documents) return nk_index_out_of_range_k;
+    for (nk_size_t index = 0; index != count; ++index) {
+        nk_i64_t const candidate = job->candidates[index];
+        if (candidate == -1) continue;
+        if (candidate < -1 || candidate >= (nk_i64_t)documents->documents) return nk_index_out_of_range_k;
+        if (offsets[candidate] > offsets[candidate + 1] || offsets[candidate + 1] > documents->tokens)
+            return nk_pack_mismatch_k;
+    }
     return nk_success_k;
 }
 
@@ -150,12 +158,9 @@ static nk_status_t nk_corpus_(nk_dtype_t dtype, nk_maxsim_corpus_t const *job, n
     if (queries->depth != documents->depth) return nk_unexpected_dimensions_k;
     if (job->metric > nk_metric_angular_k) return nk_unknown_metric_k;
     status = nk_packed_check_offsets(job->queries, job->query_begin, job->query_end);
-    if (status == nk_success_k && !job->candidates)
-        status = nk_packed_check_offsets(job->documents, job->document_begin, job->document_end);
-    if (status == nk_success_k && job->candidates) {
-        status = nk_packed_check_offsets(job->documents, 0, documents->documents);
-        if (status == nk_success_k) status = nk_check_candidates_(job, documents->documents);
-    }
+    if (status == nk_success_k)
+        status = job->candidates ? nk_check_candidates_(job, documents)
+                                 : nk_packed_check_offsets(job->documents, job->document_begin, job->document_end);
     if (status != nk_success_k) return status;
 
     nk_size_t const columns = job->candidates ? job->candidate_count : job->document_end - job->document_begin;
@@ -255,7 +260,7 @@ NK_MAXSIM_DEFINE_(f32, nk_f64_t)
 nk_status_t nk_maxsim_find_kernel(nk_kernel_kind_t kind, nk_dtype_t dtype, nk_capability_t capabilities,
                                   nk_kernel_punned_t *kernel, nk_capability_t *capability) {
     if (!kernel || !capability) return nk_null_argument_k;
-    nk_backend_t const *backend = nk_backend_best(dtype, capabilities);
+    nk_backend_t const *backend = nk_backend_best(dtype, capabilities & nk_cpu_capabilities_detected());
     if (!backend || kind <= nk_kernel_unknown_k || kind > nk_kernel_maxsim_unpack_k) return nk_missing_kernel_k;
 #define NK_KIND_ROW_(dtype)                                                                                            \
     {(nk_kernel_punned_t)&nk_maxsim_pack_size_##dtype##_best, (nk_kernel_punned_t)&nk_maxsim_packed_shape_##dtype##_best, \
