@@ -211,7 +211,8 @@ def _torch_mm(inputs: Inputs, threads: int) -> Scores:
 
 # -------------------------------------------------------------------------------------------------- packages
 
-NUMKONG_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+# Kernel families of NumKong 7 with MaxSim for a part of the types; for others they fall back to portable code.
+NUMKONG_FAMILY_DTYPES = {"genoa": ("bf16",), "icelake": ("f32", "f16")}
 
 
 def _numkong_activate(only: str | None) -> None:
@@ -306,7 +307,7 @@ def contenders() -> list[Contender]:
             Contender(
                 f"numkong:{family}",
                 "numkong",
-                everything,
+                NUMKONG_FAMILY_DTYPES.get(family, everything),
                 partial(_numkong, family),
                 partial(_numkong_activate, family),
                 normalised=True,

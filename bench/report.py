@@ -77,6 +77,8 @@ def read(paths: Iterable[Path], quick: bool = False) -> list[Machine]:
         runs: dict[str, Machine] = {}
         for line in path.read_text().splitlines():
             record = json.loads(line)
+            if "kind" not in record:  # of a GPU bench
+                continue
             if record["kind"] == "run":
                 if record["options"]["quick"] and not quick:
                     continue
@@ -88,6 +90,16 @@ def read(paths: Iterable[Path], quick: bool = False) -> list[Machine]:
             elif record["run"] in runs:
                 runs[record["run"]].add(record)
     return list(machines.values())
+
+
+def read_gpu(paths: Iterable[Path]) -> dict[str, dict[str, Record]]:
+    """Records of bench/cuda, by machine and workload; a later one replaces an earlier one."""
+    machines: dict[str, dict[str, Record]] = {}
+    for path in paths:
+        for record in map(json.loads, path.read_text().splitlines()):
+            if "kind" not in record and "error" not in record:
+                machines.setdefault(record["machine"], {})[record["workload"]] = record
+    return machines
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic
@@ -520,7 +532,13 @@ def plot_ratios(machine: Machine, path: Path) -> bool:
     plt, figure, axes = _figure(8, 0.6 + 0.36 * len(bars))
     places = np.arange(len(bars))[::-1]
     axes.barh(places + 0.2, [bar[1] for bar in bars], 0.38, label="best right peer", color="#4477aa")
-    axes.barh(places - 0.2, [bar[3] for bar in bars], 0.38, label="numkong 7 (wrong scores)", color="#ccbb44")
+    axes.barh(
+        places - 0.2,
+        [bar[3] for bar in bars],
+        0.38,
+        label="numkong (scores right or wrong: see the table)",
+        color="#ccbb44",
+    )
     for place, bar in zip(places, bars):
         if bar[2]:
             axes.annotate(f" {bar[1]:.1f} {bar[2]}", (bar[1], place + 0.2), va="center", fontsize=7)
@@ -599,7 +617,10 @@ def section(machine: Machine, folder: Path, plots: bool) -> str:
         ("### Peers", peers_table(machine)),
         ("### Ceilings", ceilings_table(machine)),
     ]
-    skipped = [label for record in machine.of("skipped") for label in record["labels"]]
+    measured = {
+        f"{record.get('workload', record['kind'])}, {record.get('dtype')}" for record in machine.records.values()
+    }
+    skipped = {label: None for record in machine.of("skipped") for label in record["labels"] if label not in measured}
     if skipped:
         parts.append(("### Not measured, for want of time", "; ".join(skipped) + "\n"))
     return "\n".join(f"{title}\n\n{text}" if title else text for title, text in parts if text)
@@ -609,9 +630,50 @@ def _threads(count: int) -> str:
     return "one thread" if count == 1 else f"{count} threads"
 
 
-def document(machines: list[Machine], folder: Path, plots: bool = True) -> str:
+def gpu_section(name: str, records: dict[str, Record]) -> str:
+    """Forward scoring and streaming on one kind of GPU."""
+    scored = [record for record in records.values() if "kernel_ms" in record]
+    streamed = [record for record in records.values() if "pinned_copy_gbps" in record]
+    last = (scored or streamed)[-1]
+    versions = ", ".join(f"{key} {last[key]}" for key in ("driver", "nvrtc", "cupy", "python") if key in last)
+    parts = [
+        f"## {name}\n\n- {versions}, commits {', '.join(sorted({r['commit'] or '-' for r in records.values()}))}\n"
+    ]
+    if scored:
+        rates = [f"{number(record['matmul_tflops'])} TFLOP/s, {number(record['copy_tbps'])} TB/s" for record in scored]
+        parts.append(f"- measured ceilings (a bf16 matrix product, a device copy): {'; '.join(dict.fromkeys(rates))}\n")
+        rows = [
+            [
+                record["workload"],
+                number(record["kernel_ms"]),
+                number(record["call_ms"]),
+                number(record.get("argmax_kernel_ms")),
+                number(record["tflops"]),
+                number(record["of_matmul"]),
+                f"{number(record['of_floor'])} ({record['bound']})",
+                ", ".join(map(number, record["most_ms"])) or "-",
+            ]
+            for record in scored
+        ]
+        headers = ["workload", "kernel, ms", "call, ms", "with argmax, ms", "TFLOP/s", "of the matrix product"]
+        parts.append("\n### Scores\n\n" + table([*headers, "of the floor", "at most, ms"], rows))
+    if streamed:
+        rows = [
+            [
+                record["workload"],
+                *(number(record[key]) for key in ("corpus_gb", "documents_per_second", "gbps", "of_copy")),
+            ]
+            for record in streamed
+        ]
+        headers = ["workload", "corpus, GB", "documents/s", "GB/s", "of a pinned copy"]
+        parts.append("\n### Streaming from host memory\n\n" + table(headers, rows))
+    return "".join(parts)
+
+
+def document(machines: list[Machine], folder: Path, plots: bool = True, gpus: dict | None = None) -> str:
     """The whole document; plots are written beside it."""
-    return "\n".join([INTRODUCTION, *(section(machine, folder, plots) for machine in machines)])
+    sections = [section(machine, folder, plots) for machine in machines]
+    return "\n".join([INTRODUCTION, *sections, *(gpu_section(*gpu) for gpu in (gpus or {}).items())])
 
 
 def main() -> None:
@@ -621,9 +683,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="let quick runs in")
     parser.add_argument("--no-plots", action="store_true")
     options = parser.parse_args()
-    machines = read(options.results or sorted(RESULTS.glob("*.jsonl")), options.quick)
+    paths = options.results or sorted(RESULTS.glob("*.jsonl"))
+    machines = read(paths, options.quick)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(document(machines, options.out.parent, not options.no_plots))
+    options.out.write_text(document(machines, options.out.parent, not options.no_plots, read_gpu(paths)))
 
 
 if __name__ == "__main__":

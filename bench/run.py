@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,20 +63,23 @@ def limit_threads(threads: int) -> None:
 
 
 def run_on_cuda(arguments: list[str]) -> None:
-    """Hand over to the bench of the GPU rows."""
-    script = HERE / "cuda" / "run.py"
+    """Hand over to the bench of the GPU rows, which has its own workloads: theirs are named by a part of the name."""
+    script = HERE / "cuda" / "forward.py"
     if not script.exists():
-        sys.exit("--device cuda: bench/cuda/run.py is not there")
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+        sys.exit("--device cuda: bench/cuda/forward.py is not there")
+    options = parse(arguments)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    sys.exit(subprocess.call([sys.executable, str(script), str(options.out), *(options.workload or [])]))
 
 
 def main() -> None:
     """Run what the command line asks for."""
     arguments = sys.argv[1:]
-    if "cuda" in arguments and arguments[arguments.index("cuda") - 1] == "--device":
-        at = arguments.index("cuda")
-        run_on_cuda(arguments[: at - 1] + arguments[at + 1 :])
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device")
+    found, others = device.parse_known_args(arguments)
+    if found.device == "cuda":
+        run_on_cuda(others)
         return
     options = parse(arguments)
     limit_threads(options.threads)

@@ -38,9 +38,7 @@ families=(numkong:haswell numkong:alder numkong:icelake numkong:genoa numkong:sa
 limit() { echo --seconds 2 --limit $(($1 * ${PERCENT:-100} / 100)) --part; } # PERCENT scales every step's time
 
 step "one core, with peers"
-bench $(limit 40) scores --workload rerank --dtype f32 f16 --contender "${peers[@]}" "${families[@]}"
-bench $(limit 40) scores --workload rerank --dtype bf16 --contender "${peers[@]}" "${families[@]}" torch.compile
-bench $(limit 50) scores --workload colpali --contender "${peers[@]}" "${families[@]}"
+bench $(limit 120) scores --workload rerank colpali --contender "${peers[@]}" "${families[@]}"
 bench $(limit 60) scores --workload ragged 1x10 d768 16x1000 --contender "${peers[@]}" "numpy reduceat"
 
 step "one core, ours"
