@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 from ..errors import BackendUnavailable
 
@@ -30,6 +33,9 @@ class CudaRow:
 
     def __init__(self, name: str, layout: int) -> None:
         self.name, self.layout = name, layout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _row_named, (self.name,)
 
     def __repr__(self) -> str:
         state = "available" if self.available else f"not available: {self.reason}"
@@ -62,6 +68,46 @@ class CudaRow:
         """Whether its kernels run on a device of that compute capability."""
         return capability == 90 if self.name == "sm90" else capability >= 80
 
+    # ---------------------------------------------------------------- for PackedTensor, see packed.py
+    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str) -> int:
+        """Bytes of a packed collection: tokens (for f32 a f16 plane as well), norms, offsets."""
+        stride = (depth + 7) // 8 * 8
+        token = 2 * stride + 8 + (4 * depth if dtype == "f32" else 0)
+        return tokens * token + 16 * (documents + 1) + 8 * (documents + 1)
+
+    def pack(self, collection: Any, normalize: bool = False) -> Any:
+        """Pack a collection on its device."""
+        return _packed().pack(self, collection, normalize)
+
+    def unpack(self, contents: Any, begin: int, end: int) -> Any:
+        """Tokens begin .. end as they were given (bf16 as its bits)."""
+        return _packed().unpack(contents, begin, end)
+
+    def first_nonfinite(self, contents: Any) -> int | None:
+        """First token with a NaN or an infinity, or None."""
+        return _packed().first_nonfinite(contents)
+
+    def read_candidates(self, candidates: Any, rows: int, documents: Any) -> Any:
+        """Document indices as `score` takes them."""
+        return _packed().read_candidates(candidates, rows, documents)
+
+    def check_output(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The caller's array for scores, if scores can be written to it."""
+        return _packed().check_output(out, shape, dtype)
+
+    def score(self, queries: Any, documents: Any, **options: Any) -> Any:
+        """Score packed query sets against packed documents, on the current stream."""
+        return _packed().score(queries, documents, **options)
+
+    def topk(self, queries: Any, documents: Any, k: int, **options: Any) -> Any:
+        """The k best documents of each query, selected on the device."""
+        return _packed().topk(queries, documents, k, **options)
+
+
+@cache
+def _packed() -> ModuleType:
+    return import_module(".packed", __package__)
+
 
 SM90, SM80 = CudaRow("sm90", 0x90), CudaRow("sm80", 0x80)
 
@@ -69,6 +115,10 @@ SM90, SM80 = CudaRow("sm90", 0x90), CudaRow("sm80", 0x80)
 def cuda_rows() -> tuple[CudaRow, ...]:
     """The CUDA rows, best first; nothing is loaded until ``available`` or ``reason`` is read."""
     return SM90, SM80
+
+
+def _row_named(name: str) -> CudaRow:
+    return next(row for row in cuda_rows() if row.name == name)
 
 
 @cache

@@ -45,6 +45,11 @@ def _select(
     run.launch(min(scores.shape[0], 1 << 20), cp.cuda.get_current_stream().ptr, parameters)
 
 
+def _ranked(scores: cp.ndarray, options: dict[str, Any]) -> cp.ndarray:
+    """Scores as ``topk.cu`` ranks them, higher first, and back again: angular ones (lower is better) change their sign."""
+    return -scores if options.get("metric") == "angular" else scores
+
+
 class _Running:
     """The best so far: two halves, the running k and the newest k, merged into the other buffer."""
 
@@ -77,7 +82,7 @@ def _check_k(k: int, available: int) -> int:
 def topk(
     queries: Any, documents: Any, k: int, *, candidates: Any = None, dtype: str | None = None, **options: Any
 ) -> tuple[cp.ndarray, cp.ndarray]:
-    """The k best documents of each query, in the order score descending, then index; -inf, then NaN last.
+    """The k best documents of each query: best score first, then lowest index; empty documents, then NaN last.
 
     Parameters
     ----------
@@ -102,19 +107,19 @@ def topk(
             candidates = cp.ascontiguousarray(cp.take_along_axis(candidates, order, 1))
             candidates = cp.where(candidates < len(documents), candidates, -1)
             k = _check_k(k, candidates.shape[1])
-            scores = score(queries, documents, candidates=candidates, **options).scores
+            scores = _ranked(score(queries, documents, candidates=candidates, **options).scores, options)
             best, indices = cp.empty((len(queries), k), scores.dtype), cp.empty((len(queries), k), np.int64)
             _select(scores, candidates, 0, k, best, indices, documents.row)
-            return best, indices
+            return _ranked(best, options), indices
         k = _check_k(k, len(documents))
         score_type = np.dtype(np.float64 if documents.dtype == "f32" else np.float32)
         best, indices = cp.empty((len(queries), k), score_type), cp.empty((len(queries), k), np.int64)
         step = max(1, SCORE_BYTES // max(1, len(documents) * score_type.itemsize))
         for first in range(0, len(queries), step):
             part = queries if step >= len(queries) else queries[first : first + step]
-            scores = score(part, documents, **options).scores
+            scores = _ranked(score(part, documents, **options).scores, options)
             _select(scores, None, 0, k, best[first : first + step], indices[first : first + step], documents.row)
-        return best, indices
+        return _ranked(best, options), indices
 
 
 # ------------------------------------------------------------------------------------- streaming
@@ -222,12 +227,13 @@ def stream_topk(
             part = CudaCollection(
                 target, offsets[first : last + 1] - offsets[first], queries.dtype, best_row(queries.device_id)
             )
-            running.add(score(queries, part, **options).scores, first)
+            running.add(_ranked(score(queries, part, **options).scores, options), first)
             slot.scored.record(compute)
             if progress is not None:
                 progress(last - first)
         copies.synchronize()  # the staging memory is given back below
-        return running.result()
+        best, indices = running.result()
+        return _ranked(best, options), indices
 
 
 def _split(documents: tuple[int, int], block: int | None) -> list[tuple[int, int]]:

@@ -434,3 +434,49 @@ def test_topk_and_streaming(dtype: str) -> None:
     for i in range(3):
         chosen = sorted(candidates[i][candidates[i] >= 0], key=lambda j: (np.isnan(scores[i, j]), -scores[i, j], j))
         assert list(indices.get()[i])[: len(chosen)] == chosen[:4]
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_angular_topk_is_lowest_first(dtype: str) -> None:
+    row = next(name for name, why in UNAVAILABLE.items() if why is None)
+    q, d = collection(make([9, 32], 64, dtype, 42), row), collection(make(RAGGED, 64, dtype, 43), row)
+    scores = cuda.score(q, d, metric="angular").scores.get()
+    best, indices = cuda.topk(q, d, 5, metric="angular")
+    order = np.argsort(scores, axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(indices.get(), order)
+    np.testing.assert_array_equal(best.get(), np.take_along_axis(scores, order, 1))
+
+
+# ------------------------------------------------------------------------------------- through the public names
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_public_functions_take_device_arrays(dtype: str) -> None:
+    import numkong_py as nk
+
+    queries, documents = make([32, 32], 96, dtype, 44), make(RAGGED, 96, dtype, 45)
+    host = nk.pack(documents, backend="serial")
+    name = "bf16" if dtype == "bf16" else None
+    device = nk.pack(upload(np.concatenate(documents)), offsets=host.offsets, dtype=name)
+    assert device.device.startswith("cuda") and device.backend in UNAVAILABLE
+    for metric in ("dot", "cosine", "angular"):
+        want = nk.maxsim(nk.pack(queries, backend="serial"), host, metric=metric, return_bounds=True)
+        got = nk.maxsim(nk.pack(upload(np.stack(queries)), dtype=name), device, metric=metric, return_bounds=True)
+        want_scores, got_scores = np.asarray(want.scores, np.float64), got.scores.get().astype(np.float64)
+        finite = np.isfinite(want_scores)
+        np.testing.assert_array_equal(finite, np.isfinite(got_scores))
+        slack = np.asarray(want.bounds) + got.bounds.get()
+        assert (np.abs(want_scores - got_scores)[finite] <= slack[finite]).all()
+    part = device[3:7]
+    assert (part.lengths == RAGGED[3:7]).all()
+    query = nk.pack(upload(queries[0]), dtype=name)
+    whole = nk.maxsim(query, device).get()
+    np.testing.assert_array_equal(nk.maxsim(query, part).get(), whole[3:7])
+    np.testing.assert_array_equal(nk.maxsim_candidates(query, part, [2, -1, 0]).get(), [whole[5], -np.inf, whole[3]])
+    scores, indices = nk.topk(query, device, 4)
+    assert (np.diff(scores.get()) <= 0).all() and indices.shape == (4,)
+    assert nk.topk(query, device, 40)[1].shape == (40,)
+    moved = host.to("cuda")
+    np.testing.assert_array_equal(nk.maxsim(query, moved).get(), whole)
+    token = np.asarray(device[3].unpack().get()).view(NUMPY[dtype])
+    np.testing.assert_array_equal(token.view(np.uint8), documents[3].view(np.uint8))
