@@ -7,7 +7,7 @@ import struct
 import sys
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import ml_dtypes
@@ -111,6 +111,13 @@ def _valid_positions(shape: tuple[int, int], lengths: Any, mask: Any) -> tuple[n
 # ------------------------------------------------------------------------------------- the collection
 
 
+class _Made(NamedTuple):
+    """When the latest part of a collection was made, and the streams that come after that."""
+
+    event: cp.cuda.Event
+    streams: set[int]
+
+
 class CudaCollection:
     """Token matrices on one CUDA device.
 
@@ -142,6 +149,7 @@ class CudaCollection:
         self._loud: np.ndarray | None = None  # what the device said of loudness, in host memory
         self._schedules: dict[Any, Any] = {}
         self._maps: dict[int, bytes] = {}
+        self._made: _Made | None = None
         if offsets is not None:
             self.host_offsets = offsets
             self.count = len(offsets) - 1
@@ -251,10 +259,23 @@ class CudaCollection:
 
     def prepare(self) -> None:
         """Queue what later calls need, on the current stream: norms, loudness, the f32 screen."""
-        _ = self.offsets
-        if self._loud is None:
-            with on_device(self.device_id):
+        with on_device(self.device_id):
+            _ = self.offsets
+            if self._loud is None:
                 self._loud = _announce(self._stats[1][len(self)])
+            self.mark()
+
+    def mark(self) -> None:
+        """Note that the current stream has just made part of this collection; other streams will wait for it."""
+        self._made = _Made(cp.cuda.Event(disable_timing=True), {cp.cuda.get_current_stream().ptr})
+        self._made.event.record()
+
+    def join(self, stream: int) -> None:
+        """Let the current stream, whose handle is given, wait for what other streams have made of this collection."""
+        made = self._made
+        if made is not None and stream not in made.streams:
+            cp.cuda.get_current_stream().wait_event(made.event)
+            made.streams.add(stream)
 
     @property
     def may_be_loud(self) -> bool:
@@ -277,7 +298,7 @@ class CudaCollection:
         if step != 1:
             raise ShapeMismatch(f"slice: step {step}, wanted 1; pack the chosen sets instead")
         part = object.__new__(CudaCollection)
-        kept = ("dtype", "row", "depth", "stride", "device_id", "originals", "plane", "_maps", "_loud")
+        kept = ("dtype", "row", "depth", "stride", "device_id", "originals", "plane", "_maps", "_loud", "_made")
         part.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         part.host_offsets = self.host_offsets[start : max(start, stop) + 1]
         part.count = len(part.host_offsets) - 1

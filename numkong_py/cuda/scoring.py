@@ -152,6 +152,8 @@ def _schedule(documents: CudaCollection, chunks: int, cut: bool, tile: int) -> S
         parts = (pieces.table(), pieces.chunk_begin, pieces.piece_begin, pieces.base)
         uploaded = [cp.asarray(np.ascontiguousarray(part, np.int32)) for part in parts]
         documents._schedules[key] = Schedule(*uploaded, len(pieces.chunk_begin) - 1, len(pieces.start))
+        if documents.prepared:  # one that is kept, and may meet other streams
+            documents.mark()
     return documents._schedules[key]
 
 
@@ -470,6 +472,8 @@ def score(
         if candidates is not None:
             candidates = _candidate_array(candidates, queries)
         options = Options(metric, reduction == "mean", empty, cp.cuda.get_current_stream().ptr)
+        queries.join(options.stream)
+        documents.join(options.stream)
         slots = 1 if pairs else documents.count if candidates is None else candidates.shape[1]
         outputs = _outputs(queries, slots, documents.dtype, return_argmax, return_token_scores, out)
         if outputs.scores.size:
@@ -510,6 +514,7 @@ def _run(
 ) -> None:
     fast = documents.row == "sm90" and options.metric == "dot"
     fast = fast and queries.longest > 0 and documents.longest > 0
+    fast = fast and max(queries.plane.shape[0], documents.plane.shape[0]) < 1 << 31  # a coordinate of TMA has 32 bits
     whole = candidates is None and not pairs
     if fast and documents.dtype == "f32" and whole:
         _ = queries.sets, documents.sets  # the planes are made with them
