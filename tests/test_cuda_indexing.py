@@ -101,7 +101,7 @@ def test_query_fragments_cover_the_tile_once() -> None:
 
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_descriptor_steps_read_the_swizzled_tile(tokens: int) -> None:
-    """A box lands swizzled; k-step k of a 64-column half starts 32 k bytes on and is swizzled by the matrix unit again."""
+    """A box lands swizzled; k-step k of a 64-column half starts 32 k bytes on; the matrix unit swizzles again."""
     tile = np.arange(tokens * 64, dtype=np.uint16).reshape(tokens, 64)
     memory = np.zeros(tokens * 128, np.uint8)
     logical = np.arange(tokens * 128)
@@ -190,7 +190,7 @@ def test_ldmatrix_addresses_read_the_copied_tile() -> None:
             memory[row, segment ^ (row & 7)] = tile[row, 8 * segment : 8 * segment + 8]
 
     def matrices(row: np.ndarray, segment: np.ndarray) -> np.ndarray:
-        """ldmatrix.x4: lanes 8 m to 8 m + 7 name the rows of matrix m; register m of lane l is row l / 4, columns 2 (l % 4)."""
+        """ldmatrix.x4: lanes 8 m to 8 m + 7 name matrix m; its register in lane l: row l / 4, column 2 (l % 4)."""
         rows = memory[row, segment ^ (row & 7)].reshape(4, 8, 8)
         return np.stack([rows[m][LANES // 4, 2 * (LANES % 4)] for m in range(4)])
 
@@ -255,7 +255,7 @@ def test_screen_insertion_keeps_two_candidates_and_bounds_the_rest() -> None:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when its arrivals are in; a wait for parity p passes while the current phase is not p."""
+    """An mbarrier: a phase ends when its arrivals are in; a wait for parity p passes while the phase is not p."""
 
     def __init__(self, count: int) -> None:
         self.count = self.pending = count
@@ -273,7 +273,7 @@ class Barrier:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ring_and_sums_in_random_interleavings(seed: int) -> None:
-    """Producer, consumer warps and the summing warp with the kernels' phase arithmetic: no deadlock, nothing lost or overtaken."""
+    """Producer, consumers and the summing warp with the kernels' phase arithmetic: no deadlock, nothing lost."""
     rng = random.Random(seed)
     stages, slots, warps = rng.randint(2, 6), 4, rng.choice([4, 8])
     documents = [rng.randint(0, 5) for _ in range(30)]  # tiles; an empty one still takes a stage

@@ -1,7 +1,7 @@
 """Forward benches on a CUDA device: ``python bench/cuda/forward.py out.jsonl [workload ...]``; one JSON record a line.
 
-``kernel_ms`` is device time (CUDA graph replay), ``call_ms`` the whole Python call enqueued back to back. Document sets rotate
-so that no run measures the L2 cache.
+``kernel_ms`` is device time (CUDA graph replay), ``call_ms`` the whole Python call enqueued back to back. Document
+sets rotate so that no run measures the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import cupy as cp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench.cuda.timing import ceilings, kernel_ms, stamp, whole_call_ms  # noqa: E402
-from numkong_py import cuda  # noqa: E402
+from bench.cuda.timing import ceilings, kernel_ms, stamp, whole_call_ms
+from numkong_py import cuda
 
 
 class Workload(NamedTuple):
@@ -140,7 +140,8 @@ def main(path: str, chosen: list[str]) -> None:
             print(
                 f"{workload.name:34s} kernel {record['kernel_ms']:8.4f}  call {record['call_ms']:8.4f}  "
                 f"argmax {record.get('argmax_kernel_ms', math.nan):8.4f}  {record['tflops']:6.0f} TFLOP/s  "
-                f"{record['of_matmul']:.2f} of matmul  {record['of_floor']:.2f} of {record['bound']} floor  at most {workload.most}",
+                f"{record['of_matmul']:.2f} of matmul  {record['of_floor']:.2f} of {record['bound']} floor  "
+                f"at most {workload.most}",
                 flush=True,
             )
             cp.get_default_memory_pool().free_all_blocks()

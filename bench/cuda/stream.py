@@ -1,4 +1,4 @@
-"""Streaming bench: ``python bench/cuda/stream.py out.jsonl [gigabytes]``: a corpus in host memory through a device pool of 8 GB.
+"""A corpus in host memory through a device pool of 8 GB: ``python bench/cuda/stream.py out.jsonl [gigabytes]``.
 
 ``of_copy`` compares its rate with one large pinned copy to the device in the same run.
 """

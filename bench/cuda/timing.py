@@ -20,7 +20,7 @@ def _events() -> tuple[cp.cuda.Event, cp.cuda.Event]:
 
 
 def kernel_ms(calls: list[Callable[[], Any]], target_ms: float = 30.0, rounds: int = 5) -> float:
-    """Milliseconds of device time a call: the calls, in rotation, replayed from a CUDA graph, so that launches cost nothing."""
+    """Milliseconds of device time a call: calls in rotation, replayed from a CUDA graph; launches cost nothing."""
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         for call in calls:
@@ -70,7 +70,7 @@ def whole_call_ms(calls: list[Callable[[], Any]], target_ms: float = 30.0, round
 
 
 def ceilings() -> dict[str, float]:
-    """TFLOP/s of an 8192^3 bf16 product through torch and TB/s of a device copy (read + write): what this run can reach."""
+    """TFLOP/s of an 8192^3 bf16 product through torch, TB/s of a device copy (read + write): this run's reach."""
     import torch
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

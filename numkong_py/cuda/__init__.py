@@ -1,4 +1,4 @@
-"""CUDA rows: fused MaxSim on CuPy arrays. Importing this touches neither CuPy nor a device; the names below load at first use."""
+"""CUDA rows: fused MaxSim on CuPy arrays. Importing this touches neither CuPy nor a device; names load at first use."""
 
 from __future__ import annotations
 

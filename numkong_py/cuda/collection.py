@@ -1,4 +1,4 @@
-"""Collections on the device: tokens of all documents (or queries) side by side, with what scoring needs to know of them."""
+"""Collections on the device: tokens of all documents (or queries) side by side, with what scoring needs of them."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ class CudaCollection:
 
     @property
     def may_be_loud(self) -> bool:
-        """Whether a product with these tokens could overflow f32, as far as the host knows: it never waits for the device.
+        """Whether a product with these tokens could overflow f32, as far as the host knows; never waits for the device.
 
         Only bf16 reaches there (a squared norm of 2^112). True until the device's answer has arrived in host memory.
         """
@@ -340,7 +340,7 @@ _pinned: list[Any] = []  # chunks of words, the last one with its number of word
 
 
 def pinned_word(initial: float) -> np.ndarray:
-    """Four bytes of pinned host memory, which the device may write, as an array; never reused, a late write harms nobody."""
+    """Four bytes of pinned host memory, which the device may write; never reused, so that a late write harms nobody."""
     if not _pinned or _pinned[-1][1] == WORDS:
         _pinned.append([np.frombuffer(cp.cuda.alloc_pinned_memory(4 * WORDS), np.float32, WORDS), 0])
     words, used = _pinned[-1]
@@ -368,8 +368,9 @@ def _encode_tensor_map(plane: cp.ndarray, dtype: str, box_tokens: int) -> bytes:
     memory = ctypes.create_string_buffer(128 + 64)
     aligned = (ctypes.addressof(memory) + 63) & ~63
     status = encode(
-        ctypes.c_void_p(aligned), ctypes.c_int(TENSOR_MAP_TYPES[dtype]), ctypes.c_uint32(2), ctypes.c_void_p(plane.data.ptr),
-        (ctypes.c_uint64 * 2)(stride, max(total, 1)), (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box_tokens),
+        ctypes.c_void_p(aligned), ctypes.c_int(TENSOR_MAP_TYPES[dtype]), ctypes.c_uint32(2),
+        ctypes.c_void_p(plane.data.ptr), (ctypes.c_uint64 * 2)(stride, max(total, 1)),
+        (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box_tokens),
         (ctypes.c_uint32 * 2)(1, 1), ctypes.c_int(0), ctypes.c_int(3), ctypes.c_int(3), ctypes.c_int(0),
     )  # no interleave, 128-byte swizzle, 256-byte L2 promotion, zeros outside  # fmt: skip
     if status:
@@ -399,8 +400,8 @@ def pack(
     Parameters
     ----------
     x : array or list of arrays
-        ``[n, d]`` one set, list of ``[n_i, d]``, ``[total, d]`` with `offsets`, ``[B, L, d]`` alone or with `lengths` or
-        `mask`. Any strides.
+        ``[n, d]`` one set, list of ``[n_i, d]``, ``[total, d]`` with `offsets`, ``[B, L, d]`` alone or with `lengths`
+        or `mask`. Any strides.
     offsets, lengths, mask : array of integers, array of integers, array of booleans
         ``[B + 1]``, ``[B]``, ``[B, L]`` (holes allowed).
     dtype : str

@@ -21,7 +21,7 @@ struct Params {
     int mean, documents, pieces, query_length;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) combine(const __grid_constant__ Params p) {
     __shared__ double group_sum[MAX_GROUPS];
     const int half = threadIdx.x >> 4, lane = threadIdx.x & 15;
     const u32 mask = threadIdx.x & 16 ? 0xffff0000u : 0xffffu;

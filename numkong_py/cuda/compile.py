@@ -1,8 +1,8 @@
 """The one place where CUDA kernels are compiled, cached, loaded and launched.
 
-NVRTC is reached through `cupy.cuda.nvrtc`, so any CUDA 12 or 13 build of CuPy will do. Images are kept on disk under a name
-made of everything that went into them (source, shared header, options, compiler version), so an entry is never stale; files
-are written aside and renamed.
+NVRTC is reached through `cupy.cuda.nvrtc`, so any CUDA 12 or 13 build of CuPy will do. Images are kept on disk under a
+name made of everything that went into them (source, shared headers, options, compiler version), so an entry is never
+stale; files are written aside and renamed.
 """
 
 from __future__ import annotations

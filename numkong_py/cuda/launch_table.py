@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
 
 def _rows(query_rows: int) -> int:
-    """Query rows a CTA: a short query is bound by memory and wants little; 256 rows read a document from L2 half as often as 128.
+    """Query rows a CTA: short queries are bound by memory; 256 rows read a document from L2 half as often as 128.
 
     1x1000,32x300 and 32x1024: 64; 128x1024: 128; 512x1024, 1024x1024, 32x1000,32x180: 256.
     """
@@ -65,7 +65,7 @@ def _rows(query_rows: int) -> int:
 
 
 def _shallow(rows: int, stride: int, mode: int) -> Variant:
-    """Queries in registers. Two CTAs of 64 rows hide each other's ends; an index or a second best a row does not fit theirs."""
+    """Queries in registers. Two CTAs of 64 rows hide each other's ends; an index a row does not fit theirs."""
     steps = next(steps for steps in (4, 6, 8) if stride <= 16 * steps)  # so that no new depth compiles anything
     ctas = 2 if rows == 64 and mode == SCORE else 1
     ring = RING_BYTES // ctas

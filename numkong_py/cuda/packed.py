@@ -44,7 +44,8 @@ def pack(row: Any, collection: Collection, normalize: bool) -> Contents:
     """Pack a collection of device arrays, or copy one of host arrays to the current device."""
     if normalize:
         raise InvalidArgument(
-            f"normalize: row {row.name!r} packs tokens as they are; divide them by their norms first, or score with metric='cosine'"
+            f"normalize: row {row.name!r} packs tokens as they are; "
+            "divide them by their norms first, or score with metric='cosine'"
         )
     if collection.device == "cpu":
         tokens, extras = cp.asarray(_host_tokens(collection)), {"offsets": collection.offsets}
@@ -152,7 +153,7 @@ def topk(
     threads: int | None = None,
     **options: Any,
 ) -> tuple[cp.ndarray, cp.ndarray]:
-    """The k best documents of each query, selected on the device; short lists end in index -1 and the score of nothing."""
+    """The k best documents of each query, selected on the device; short lists end in index -1, scored as empty."""
     with on_device(documents.pointer.device_id):
         worst = np.inf if metric == "angular" else -np.inf
         available = len(documents)

@@ -56,7 +56,8 @@ class CudaRow:
         except Exception as error:  # whatever the driver, the runtime or CuPy cannot do here
             return f"no CUDA device: {str(error).splitlines()[0]}"
         if not any(self.runs_on(capability) for capability in found):
-            return f"devices have compute capability {', '.join(map(str, found)) or 'none'}, {self.name} wants {self.wanted}"
+            have = ", ".join(map(str, found)) or "none"
+            return f"devices have compute capability {have}, {self.name} wants {self.wanted}"
         return None
 
     @property

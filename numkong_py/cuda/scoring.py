@@ -217,7 +217,8 @@ def _launch_forward(
         schedule.pieces.data.ptr if schedule else 0, schedule.chunk_begin.data.ptr if schedule else 0,
         _pointer(candidates), 0 if schedule else documents.offsets.data.ptr,
         _pointer(scores), *map(_pointer, per_token), _device(documents.device_id).error_pointer, documents.count,
-        options.empty, options.mean, queries.count, queries.longest, (queries.longest + 15) // 16, queries.stride, slots,
+        options.empty, options.mean, queries.count, queries.longest, (queries.longest + 15) // 16, queries.stride,
+        slots,
         launch.blocks, launch.chunks, launch.block_groups, launch.variant.stages, box,
     )  # fmt: skip
     launch.run.launch(launch.grid, options.stream, parameters)
@@ -242,9 +243,9 @@ def _forward(queries: CudaCollection, documents: CudaCollection, options: Option
     _launch_forward(launch, queries, documents, options, schedule.count, None, (maxima, argmax, None, None, None))
     items = queries.count * documents.count
     parameters = COMBINE.pack(
-        maxima.data.ptr, _pointer(argmax), schedule.piece_begin.data.ptr, schedule.base.data.ptr, queries.offsets_pointer,
-        documents.offsets.data.ptr, out.scores.data.ptr, _pointer(out.token_scores), _pointer(out.argmax), items,
-        options.empty, options.mean, documents.count, schedule.count, queries.longest,
+        maxima.data.ptr, _pointer(argmax), schedule.piece_begin.data.ptr, schedule.base.data.ptr,
+        queries.offsets_pointer, documents.offsets.data.ptr, out.scores.data.ptr, _pointer(out.token_scores),
+        _pointer(out.argmax), items, options.empty, options.mean, documents.count, schedule.count, queries.longest,
     )  # fmt: skip
     combine = kernel("combine.cu", documents.row, documents.device_id, COMBINE_THREADS)
     combine.launch(min(items, 1 << 20), options.stream, parameters)
@@ -268,7 +269,7 @@ _kept: list[cp.ndarray] = []
 
 
 def _scratch(shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
-    """Memory for the span of a call. A graph that is being captured will write to it at every replay, so it is never given back."""
+    """Memory for the span of a call; while a graph is captured it is kept for good, since every replay writes to it."""
     array = cp.empty(shape, dtype)
     if cp.cuda.get_current_stream().is_capturing():
         _kept.append(array)
@@ -447,7 +448,8 @@ def score(
     metric, reduction, empty
         As in `numkong_py.maxsim`.
     candidates : integers, shape (queries, K)
-        Document indices for each query; a device array is not read on the host, an index out of range scores as an empty document.
+        Document indices for each query; a device array is not read on the host, and an index out of range scores as
+        an empty document.
     pairs : bool
         The i-th query against the i-th document: slots are 1.
     out : cupy.ndarray, shape (queries, slots)
@@ -536,7 +538,7 @@ def _run(
 def _slices(
     queries: CudaCollection, documents: CudaCollection, out: Outputs, bytes_a_token: int
 ) -> Iterator[tuple[CudaCollection, Outputs]]:
-    """Queries, as many at a time as the token maxima of their pieces fit the scratch, with their rows of the outputs."""
+    """Queries, as many at a time as the scratch holds token maxima of their pieces, with their rows of the outputs."""
     each = (len(documents) + 1024) * queries.longest * bytes_a_token
     step = max(8, SCRATCH_BYTES // max(each, 1))
     if step >= len(queries):

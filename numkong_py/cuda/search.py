@@ -1,4 +1,4 @@
-"""The k best documents of each query: chosen on the device, from one collection or from a corpus that streams through it."""
+"""The k best documents of each query: chosen on the device, from a collection or a corpus that streams through it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def _select(
     """Queue ``topk.cu``: the k best of each row of `scores` into the first k columns of `best`."""
     run = kernel("topk.cu", row, scores.device.id, 1024, SHARED_BYTES, F64=int(scores.dtype == np.float64))
     parameters = PARAMETERS.pack(
-        scores.data.ptr, 0 if indices is None else indices.data.ptr, best.data.ptr, best_indices.data.ptr, scores.shape[1],
-        scores.strides[0] // scores.itemsize, base, best.strides[0] // best.itemsize, scores.shape[0], k,
+        scores.data.ptr, 0 if indices is None else indices.data.ptr, best.data.ptr, best_indices.data.ptr,
+        scores.shape[1], scores.strides[0] // scores.itemsize, base, best.strides[0] // best.itemsize,
+        scores.shape[0], k,
     )  # fmt: skip
     run.launch(min(scores.shape[0], 1 << 20), cp.cuda.get_current_stream().ptr, parameters)
 
 
 def _ranked(scores: cp.ndarray, options: dict[str, Any]) -> cp.ndarray:
-    """Scores as ``topk.cu`` ranks them, higher first, and back again: angular ones (lower is better) change their sign."""
+    """Scores as ``topk.cu`` ranks them, higher first, and back: angular ones (lower is better) change their sign."""
     return -scores if options.get("metric") == "angular" else scores
 
 
@@ -143,7 +144,7 @@ def _is_pinned(array: np.ndarray) -> bool:
 
 
 class _Staging:
-    """One of two slots through which blocks travel: pinned memory, device memory and the events that order their use."""
+    """One of two slots for blocks on their way: pinned memory, device memory and the events that order their use."""
 
     def __init__(self, tokens: int, depth: int, stored: np.dtype, pinned: bool) -> None:
         self.device = cp.empty((tokens, depth), stored)
@@ -183,8 +184,8 @@ def stream_topk(
 ) -> tuple[cp.ndarray, cp.ndarray]:
     """The k best documents of a corpus in host memory (or memory-mapped), which passes through the device in blocks.
 
-    Copies run on a stream of their own through pinned memory while the block before is scored, so device memory stays the
-    same whatever the corpus holds: two blocks, and k results a query.
+    Copies run on a stream of their own through pinned memory while the block before is scored, so device memory stays
+    the same whatever the corpus holds: two blocks, and k results a query.
 
     Parameters
     ----------

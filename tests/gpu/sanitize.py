@@ -1,4 +1,7 @@
-"""One call of every kernel on small ragged shapes, for ``compute-sanitizer --tool memcheck|racecheck python tests/gpu/sanitize.py``."""
+"""One call of every kernel on small ragged shapes: ``compute-sanitizer --tool memcheck python tests/gpu/sanitize.py``.
+
+racecheck reports accesses that mbarriers order through another lane of the warp (``__syncwarp``, then one arrival).
+"""
 
 from __future__ import annotations
 
