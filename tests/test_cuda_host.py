@@ -51,10 +51,25 @@ class DeviceArray(np.ndarray):
 
 
 MEMORY: dict[int, object] = {}
-FUNCTIONS = (
-    "abs arange argsort array ascontiguousarray asarray concatenate cumsum empty flatnonzero full isfinite maximum "
-    "sqrt take_along_axis where zeros"
-).split()
+FUNCTIONS = [
+    "abs",
+    "arange",
+    "argsort",
+    "array",
+    "ascontiguousarray",
+    "asarray",
+    "concatenate",
+    "cumsum",
+    "empty",
+    "flatnonzero",
+    "full",
+    "isfinite",
+    "maximum",
+    "sqrt",
+    "take_along_axis",
+    "where",
+    "zeros",
+]
 
 
 class Context:
