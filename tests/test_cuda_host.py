@@ -52,23 +52,8 @@ class DeviceArray(np.ndarray):
 
 MEMORY: dict[int, object] = {}
 FUNCTIONS = [
-    "abs",
-    "arange",
-    "argsort",
-    "array",
-    "ascontiguousarray",
-    "asarray",
-    "concatenate",
-    "cumsum",
-    "empty",
-    "flatnonzero",
-    "full",
-    "isfinite",
-    "maximum",
-    "sqrt",
-    "take_along_axis",
-    "where",
-    "zeros",
+    *("abs", "arange", "argsort", "array", "ascontiguousarray", "asarray", "concatenate", "cumsum", "empty"),
+    *("flatnonzero", "full", "isfinite", "maximum", "sqrt", "take_along_axis", "where", "zeros"),
 ]
 
 
