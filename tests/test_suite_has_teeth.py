@@ -50,6 +50,12 @@ MUTATIONS = (
         "nk_row_select_(values, tokens, 0 * bound, scorer->list",
     ),
     Mutation(
+        "centred codes are held against exact values",
+        "c/screening.inc",
+        "if (centred) survivor->upper = (nk_f32_t)INFINITY;",
+        "(void)centred;",
+    ),
+    Mutation(
         "residuals of the quantisation are forgotten",
         "c/packing.inc",
         "residual = nk_round_up_(sqrt(left) * (1 + 0x1p-30));",
@@ -79,8 +85,8 @@ MUTATIONS = (
     Mutation(
         "the last token of a document is not scanned",
         "c/kernels/x86_v3.inc",
-        "for (nk_size_t token = 0; token < count; token += 8) {\n        nk_f32_t const *row",
-        "for (nk_size_t token = 0; token + 1 < count; token += 8) {\n        nk_f32_t const *row",
+        "nk_load_values_(values + token, count - token), index0",
+        "nk_load_values_(values + token, count - token - 1), index0",
     ),
     Mutation(
         "strides of elements are ignored",

@@ -38,12 +38,15 @@ def machine_flags() -> frozenset[str]:
 
 def simde_include() -> Path | None:
     """Folder of SIMDe's headers: the ``simde-py`` package's, or the system's, or None."""
+    folders = [Path("/usr/include/simde")]
     try:
         import simde_py
+
+        root = Path(simde_py.get_include())
+        folders[:0] = [root, root / "simde"]  # releases differ in which of the two they name
     except ImportError:
-        system = Path("/usr/include/simde")
-        return system if system.is_dir() else None
-    return Path(simde_py.get_include())
+        pass
+    return next((folder for folder in folders if (folder / "x86" / "avx512.h").is_file()), None)
 
 
 def compiler() -> list[str]:
