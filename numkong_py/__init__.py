@@ -29,7 +29,9 @@ from .errors import (
 )
 from .ops import maxsim, maxsim_candidates, maxsim_packed, maxsim_pairs, topk
 from .packed import PackedTensor, pack, pack_size, packed_shape
+from .packed import open_file as open  # noqa: F401  not in __all__: a star import must not hide the built-in
 from .reference import MaxSimResult
+from .storage import RepackWarning
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ __all__ = [
     "NumKongError",
     "OutOfMemory",
     "PackedTensor",
+    "RepackWarning",
     "ShapeMismatch",
     "UnsupportedDtype",
     "backends",

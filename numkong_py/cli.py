@@ -8,8 +8,8 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from .arrays import Collection, collection
 from .backends import backends
 from .cpu import METRICS, compiled_capabilities, detected_capabilities, enabled_capabilities
 from .dtypes import SCORED
-from .errors import CorruptFile, InvalidArgument, LayoutMismatch, NumKongError
-from .layout import MAGIC
+from .errors import CorruptFile, InvalidArgument, NumKongError
 from .ops import REDUCTIONS, maxsim, topk
-from .packed import PackedTensor, from_bytes, pack
+from .packed import PackedTensor, open_file, pack
+from .storage import Stored, is_packed, read, write_aside
 
 __all__ = ["main"]
 
@@ -41,6 +41,7 @@ LIBRARIES = (
     "torch",
     "dask",
     "safetensors",
+    "xxhash",
 )
 RAGGED_KEYS = ("offsets", "lengths", "mask")  # names of the arrays in a file that say how the tokens are grouped
 BLOCKS = 100  # steps of a progress bar
@@ -74,6 +75,8 @@ def _as_tokens(array: np.ndarray, dtype: str | None) -> np.ndarray:
 
 
 def _read_collection(path: Path, dtype: str | None) -> Collection:
+    if is_packed(path):
+        return read(path).collection()
     try:
         arrays = _load_arrays(path)
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -88,67 +91,28 @@ def _read_collection(path: Path, dtype: str | None) -> Collection:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _is_packed(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
-def _read_packed(path: Path) -> PackedTensor:
-    try:
-        return from_bytes(np.memmap(path, np.uint8, mode="r"))
-    except (LayoutMismatch, ValueError) as error:
-        raise CorruptFile(f"{path}: {os.path.getsize(path)} bytes are not a packed collection; {error}") from error
-
-
 def _read_any(path: Path, dtype: str | None) -> PackedTensor | Collection:
-    return _read_packed(path) if _is_packed(path) else _read_collection(path, dtype)
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it alone
-    os.umask(mask)
-    return mask
-
-
-def _write_aside(path: Path, write: Callable[[Any], Any]) -> None:
-    """Write a file beside the target, flush it to the disk, and rename it: readers see the old or the new one."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, 0o666 & ~_umask())
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    return open_file(path) if is_packed(path) else _read_collection(path, dtype)
 
 
 # ------------------------------------------------------------------------------------- commands
 
 
-def _facts(packed: PackedTensor) -> dict[str, Any]:
-    lengths = packed.lengths
+def _facts(stored: Stored) -> dict[str, Any]:
+    lengths = np.diff(stored.offsets)
     return {
-        "documents": len(packed),
-        "tokens": packed.tokens,
-        "longest": packed.longest,
+        "documents": len(lengths),
+        "tokens": len(stored.originals),
+        "longest": int(lengths.max(initial=0)),
         "empty": int((lengths == 0).sum()),
-        "depth": packed.depth,
-        "dtype": packed.dtype,
-        "precision": packed.precision,
-        "backend": packed.backend,
-        "device": packed.device,
-        "available": packed.runnable,
-        "bytes": packed.nbytes,
-        "bytes_per_token": round(packed.nbytes / max(1, packed.tokens), 1),
+        "depth": stored.originals.shape[1],
+        "dtype": stored.dtype,
+        "precision": "exact",
+        "backend": stored.row,
+        "device": "cpu",
+        "available": stored.unavailable is None,
+        "bytes": stored.buffer.nbytes,
+        "bytes_per_token": round(stored.buffer.nbytes / max(1, len(stored.originals)), 1),
     }
 
 
@@ -214,12 +178,21 @@ def _pack(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     packed = pack(found, normalize=arguments.normalize, backend=arguments.backend, check_finite=arguments.check_finite)
     seconds = time.perf_counter() - started
-    _write_aside(arguments.output, lambda file: file.write(memoryview(packed.buffer)))
-    return {"output": str(arguments.output), **_facts(packed), "pack_seconds": round(seconds, 6)}
+    packed.save(arguments.output)
+    return {"output": str(arguments.output), **_facts(read(arguments.output)), "pack_seconds": round(seconds, 6)}
 
 
 def _inspect(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"input": str(arguments.input), **_facts(_read_packed(arguments.input))}
+    return {"input": str(arguments.input), **_facts(read(arguments.input))}
+
+
+def _verify(arguments: argparse.Namespace) -> dict[str, Any]:
+    verify = "full" if arguments.full else "header"
+    started = time.perf_counter()
+    with tqdm(desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
+        stored = read(arguments.input, verify=verify, progress=bar.update)
+    seconds = time.perf_counter() - started
+    return {"input": str(arguments.input), **_facts(stored), "verified": verify, "seconds": round(seconds, 6)}
 
 
 def _both(arguments: argparse.Namespace) -> tuple[Any, PackedTensor]:
@@ -249,7 +222,7 @@ def _score(arguments: argparse.Namespace) -> dict[str, Any]:
             bar.update(len(documents[start : start + block]))
     scores = np.concatenate(parts, axis=-1)
     if arguments.output is not None:
-        _write_aside(arguments.output, lambda file: np.save(file, scores))
+        write_aside(arguments.output, lambda file: np.save(file, scores))
     return {
         "backend": documents.backend,
         "metric": arguments.metric,
@@ -332,7 +305,9 @@ def _parser() -> argparse.ArgumentParser:
     add("info", _info, _print_info, "what this machine and this build can do, and why not")
 
     command = add("pack", _pack, _print_facts, "pack token vectors into a file that can be scored as it lies")
-    command.add_argument("input", type=Path, help="arrays; offsets, lengths or mask in the file group the tokens")
+    command.add_argument(
+        "input", type=Path, help="arrays, grouped by offsets, lengths or mask in the file; or a packed file"
+    )
     command.add_argument("-o", "--output", type=Path, required=True)
     command.add_argument("--dtype", choices=SCORED, help="element type; bf16 for arrays of 16-bit patterns")
     command.add_argument("--backend", help="row to force; `info` lists them")
@@ -341,6 +316,10 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("inspect", _inspect, _print_facts, "what a packed file holds, after checking it")
     command.add_argument("input", type=Path)
+
+    command = add("verify", _verify, _print_facts, "check a packed file: sizes, headers and document offsets")
+    command.add_argument("input", type=Path)
+    command.add_argument("--full", action="store_true", help="read all of it and check the hash of its contents")
 
     command = add("score", _score, _print_score, "score every query against every document")
     add_inputs(command)
@@ -377,7 +356,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        facts = parsed.run(parsed)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *rest: print(
+                f"numkong-py {parsed.command}: {message}", file=sys.stderr
+            )
+            facts = parsed.run(parsed)
         if parsed.json:
             print(json.dumps(_plain(facts)))
         else:

@@ -1,8 +1,10 @@
-"""`PackedTensor`, an opaque packed collection, and `pack`, which makes one."""
+"""`PackedTensor`, an opaque packed collection, and what makes one: `pack`, and `open_file` from a file."""
 
 from __future__ import annotations
 
 import operator
+import os
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -22,8 +24,9 @@ from .errors import (
     UnsupportedDtype,
 )
 from .layout import Contents
+from .storage import RepackWarning, read, write
 
-__all__ = ["PackedTensor", "from_bytes", "pack", "pack_collection", "pack_size", "packed_shape"]
+__all__ = ["PackedTensor", "from_bytes", "open_file", "pack", "pack_collection", "pack_size", "packed_shape"]
 
 PRECISIONS = ("exact",)
 
@@ -248,9 +251,50 @@ class PackedTensor:
         edges = (offsets - offsets[0]).tolist()
         return [tokens[start:stop] for start, stop in pairwise(edges)]
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a safetensors file that `open` maps; a range of a collection writes only itself.
+
+        The file is written under another name in the same folder, flushed to the disk and renamed, so a crash or an
+        error leaves what was there, and readers that have the old file mapped keep it.
+
+        Parameters
+        ----------
+        path : path
+            Any suffix; ``.safetensors`` lets other tools list it. docs/storage.md says what they see.
+
+        Raises
+        ------
+        OSError
+            Of the kind that the system reports (disk full, read-only), naming the path.
+        DeviceMismatch
+            It is on a device.
+        InvalidArgument
+            The path is a folder or a device.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from numkong_py import open
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pack([np.ones((2, 4), np.float32), np.ones((3, 4), np.float32)]).save(f"{folder}/corpus.safetensors")
+        ...     open(f"{folder}/corpus.safetensors").lengths
+        array([2, 3])
+        """
+        if self.device != "cpu":
+            raise DeviceMismatch(
+                f'packed: on {self.device}, and files are packed in host memory; pass .to("cpu") of it'
+            )
+        if self._whole:
+            return write(path, self._contents, single=self.single)
+        self.require()
+        return write(path, self.row.pack(self._collection(self.unpack())), single=self.single)
+
+    @property
+    def _whole(self) -> bool:
+        return self.begin == 0 and self.end == len(self._contents.offsets) - 1
+
     def __reduce__(self) -> tuple[Any, ...]:
-        whole = self.begin == 0 and self.end == len(self._contents.offsets) - 1 and self.device == "cpu"
-        if whole:
+        if self._whole and self.device == "cpu":
             return _restore, (self.buffer, self.single)
         return _repack, (self.unpack(), self.single, self.depth, self.dtype, self.backend)
 
@@ -281,6 +325,55 @@ def from_bytes(buffer: Any, *, single: bool = False) -> PackedTensor:
     """
     contents = open_packed(_as_bytes(buffer))
     return PackedTensor(contents, single=single, runnable=contents.row.available)
+
+
+def open_file(path: str | os.PathLike[str], *, mmap: bool = True, verify: str = "header") -> PackedTensor:
+    """Open a file that `PackedTensor.save` wrote, memory-mapped: scoring reads the pages that it needs.
+
+    Nothing is trusted before the file's size, its headers and the document offsets are right and their hashes agree:
+    8 bytes are read per document, none per token.
+
+    Parameters
+    ----------
+    path : path
+    mmap : bool
+        False reads the file into memory, for file systems that cannot map, or files that others rewrite in place.
+    verify : {"header", "full"}
+        ``"full"`` reads all of it and checks all hashes first.
+
+    Returns
+    -------
+    PackedTensor
+        Read-only. A file of a row that cannot run here is packed again in memory, which a `RepackWarning` says.
+
+    Raises
+    ------
+    CorruptFile
+        It is no such file, or is truncated or damaged.
+    OSError
+        It cannot be read.
+    InvalidArgument
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pack(np.ones((3, 8), np.float32)).save(f"{folder}/set.safetensors")
+    ...     open_file(f"{folder}/set.safetensors", verify="full").tokens
+    3
+    """
+    stored = read(path, mmap=mmap, verify=verify)
+    if stored.contents and not stored.unavailable:
+        return PackedTensor(stored.contents, single=stored.single)
+    row = select(stored.dtype)
+    warnings.warn(
+        f"{path}: packed by row {stored.row!r}, which cannot run here ({stored.unavailable}): its "
+        f"{len(stored.originals)} tokens are packed again in memory by row {row.name!r}; save the result to map it "
+        "next time",
+        RepackWarning,
+        stacklevel=2,
+    )
+    return pack_collection(stored.collection(), row)
 
 
 def _as_bytes(buffer: Any) -> np.ndarray:

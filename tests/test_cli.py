@@ -16,7 +16,6 @@ import pytest
 
 import numkong_py as nk
 from numkong_py.cli import main
-from numkong_py.packed import from_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RANDOM = np.random.default_rng(4)
@@ -67,7 +66,7 @@ def test_pack_inspect_and_score(folder: Path, capsys: pytest.CaptureFixture[str]
         assert (facts["documents"], facts["tokens"], facts["empty"], facts["depth"]) == (5, 30, 2, 8)
         inspected = json_of(capsys, "inspect", packed)
         assert {key: inspected[key] for key in inspected if key != "input"}.items() <= facts.items()
-        assert np.array_equal(from_bytes(np.fromfile(packed, np.uint8)).lengths, np.diff(OFFSETS))
+        assert np.array_equal(nk.open(packed).lengths, np.diff(OFFSETS))
         for documents in (packed, folder / source):
             scores = json_of(capsys, "score", folder / "queries.npy", documents)["scores"]
             assert scores == [[None if np.isneginf(score) else score for score in row] for row in expected.tolist()]
@@ -96,7 +95,7 @@ def test_bfloat16_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     np.save(folder / "bf16.npy", tokens)
     assert 'view(np.uint16) with dtype="bf16"' in error_of(capsys, "pack", folder / "bf16.npy", "-o", folder / "x")
     json_of(capsys, "pack", folder / "bf16.npy", "-o", folder / "bf16.nk", "--dtype", "bf16")
-    assert np.array_equal(np.fromfile(folder / "bf16.nk", np.uint8), nk.pack(tokens).buffer)
+    assert np.array_equal(nk.open(folder / "bf16.nk").buffer, nk.pack(tokens).buffer)
 
 
 def test_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,9 +109,50 @@ def test_options_of_pack(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     output = folder / "documents.nk"
     json_of(capsys, "pack", folder / "documents.npz", "-o", output, "--normalize", "--backend", "serial")
     expected = nk.pack(TOKENS, offsets=OFFSETS, normalize=True, backend="serial")
-    assert np.array_equal(np.fromfile(output, np.uint8), expected.buffer)
+    assert np.array_equal(nk.open(output).buffer, expected.buffer)
     np.save(folder / "nan.npy", np.full((2, 8), np.nan, np.float32))
     assert "token 0" in error_of(capsys, "pack", folder / "nan.npy", "-o", output, "--check-finite")
+
+
+def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = folder / "documents.nk"
+    json_of(capsys, "pack", folder / "documents.npz", "-o", packed)
+    for arguments, verified in (([], "header"), (["--full"], "full")):
+        facts = json_of(capsys, "verify", packed, *arguments)
+        assert (facts["verified"], facts["documents"], facts["tokens"]) == (verified, 5, 30)
+    damaged = bytearray(packed.read_bytes())
+    damaged[-1] ^= 1
+    packed.write_bytes(damaged)
+    assert main(["verify", str(packed)]) == 0  # the contents are not read
+    assert "verified" in capsys.readouterr().out
+    assert "originals" in error_of(capsys, "verify", packed, "--full")
+    packed.write_bytes(damaged[:-1])
+    assert "truncated" in error_of(capsys, "verify", packed)
+
+
+def test_a_packed_file_can_be_packed_for_another_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed, again = folder / "documents.nk", folder / "serial.nk"
+    json_of(capsys, "pack", folder / "documents.npz", "-o", packed)
+    json_of(capsys, "pack", packed, "-o", again, "--backend", "serial")
+    assert np.array_equal(nk.open(again).buffer, nk.pack(TOKENS, offsets=OFFSETS, backend="serial").buffer)
+    json_of(capsys, "pack", packed, "-o", packed, "--backend", "serial")  # over the file that is being read
+    assert packed.read_bytes() == again.read_bytes()
+
+
+def test_a_file_of_another_row_is_scored_and_said_aloud(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = nk.find_kernel("pack", "f32").name
+    if row == "serial":
+        pytest.skip("this machine has one row only")
+    json_of(capsys, "pack", folder / "documents.npz", "-o", folder / "documents.nk")
+    before = json_of(capsys, "search", folder / "queries.npy", folder / "documents.nk")
+    monkeypatch.setenv("NUMKONG_CAPABILITIES", "serial")
+    assert not json_of(capsys, "inspect", folder / "documents.nk")["available"]
+    assert main(["search", str(folder / "queries.npy"), str(folder / "documents.nk"), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["hits"] == before["hits"]
+    assert captured.err.startswith("numkong-py search: ") and repr(row) in captured.err and "'serial'" in captured.err
 
 
 def test_a_failed_pack_leaves_the_old_file_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,9 @@ LAYERS = (
     {"dtypes", "errors", "layout", "_ffi_build"},
     {"arrays", "threads"},
     {"reference", "cpu", "cuda"},
-    {"backends"},
+    {"backends", "storage"},
     {"packed", "ops"},
-    {"gradient", "chamfer", "storage", "search"},
+    {"gradient", "chamfer", "search"},
     {"jax", "distributed", "adapters", "demo", "cli"},
     {"__init__", "__main__"},
 )
