@@ -183,7 +183,7 @@ def write_aside(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) 
     (['x'], b'new')
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not os.path.isfile(target):
         raise InvalidArgument(f"path: {path} is a folder or a device, wanted the name of a file")
     aside = target.with_name(f".{MARK}-{secrets.token_hex(8)}.part")
     try:
