@@ -151,6 +151,7 @@ static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *sc
     nk_sliced_queries_t queries;
     nk_i32_t sums[1024];
     if (!steps) return; /* tokens without elements: nothing is screened */
+    nk_size_t const ahead_share = nk_fetch_share_(ahead, (tiles + 1) / 2 * count);
     for (nk_size_t first = 0; first < count; first += nk_screen_rows_k) {
         nk_size_t const rows = count - first < nk_screen_rows_k ? count - first : nk_screen_rows_k;
         nk_slice_queries_((nk_i8_t const *)codes + first * steps * 4, rows, steps, &queries);
@@ -166,15 +167,16 @@ static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *sc
                 nk_multiply_tiles_(0, 1, &queries, at, sums);
             else
                 nk_multiply_tiles_(0, 0, &queries, at, sums);
-            for (nk_size_t row = 0; row != rows; ++row)
+            for (nk_size_t row = 0; row != rows; ++row) {
+                nk_fetch_lines_(ahead, ahead_share);
                 for (int of = 0; of <= pair; ++of) {
-                    nk_fetch_next_(ahead);
                     __m512i const sum = _mm512_add_epi32(_mm512_loadu_si512(sums + of * 512 + row * 16),
                                                          _mm512_set1_epi32(preset[first + row]));
                     _mm512_storeu_ps(
                         values + (first + row) * value_stride + (tile + (nk_size_t)of) * 16,
                         _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(scale + (tile + (nk_size_t)of) * 16)));
                 }
+            }
         }
     }
     _tile_release();

@@ -94,9 +94,11 @@ NK_REGION_(nk_u8_t, originals)
 #if defined(__GNUC__)
 #define NK_INLINE static inline __attribute__((always_inline))
 #define NK_PREFETCH(address) __builtin_prefetch(address)
+#define NK_PREFETCH_WRITE(address) __builtin_prefetch(address, 1)
 #else
 #define NK_INLINE static inline
 #define NK_PREFETCH(address) ((void)(address))
+#define NK_PREFETCH_WRITE(address) ((void)(address))
 #endif
 
 /* Lines of memory that will be needed, fetched one by one while something else is computed. */
@@ -106,8 +108,13 @@ typedef struct nk_ahead_t {
 } nk_ahead_t;
 enum { nk_ahead_lines_k = 4096 };
 
-NK_INLINE void nk_fetch_next_(nk_ahead_t *ahead) {
-    if (ahead->next != ahead->count) NK_PREFETCH(ahead->lines[ahead->next++]);
+NK_INLINE void nk_fetch_lines_(nk_ahead_t *ahead, nk_size_t lines) {
+    for (; lines && ahead->next != ahead->count; --lines) NK_PREFETCH(ahead->lines[ahead->next++]);
+}
+
+/* Lines to fetch in each of `steps` steps, so that they are spread evenly: a burst would hold up the kernel's own loads. */
+NK_INLINE nk_size_t nk_fetch_share_(nk_ahead_t const *ahead, nk_size_t steps) {
+    return (ahead->count - ahead->next + steps - 1) / steps;
 }
 
 #ifdef __cplusplus
