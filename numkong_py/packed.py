@@ -234,7 +234,10 @@ class PackedTensor:
             row = select(self.dtype, device, backend=backend_or_device)
         if row is self.row and (device == kind or device == self.device):
             return self
-        return pack_collection(self._collection(self.unpack()), row, device=device)
+        tokens = self.unpack()
+        if row.device == "cpu" and self.device != "cpu":
+            tokens = tokens.get() if self.single else [part.get() for part in tokens]
+        return pack_collection(self._collection(tokens), row, device=device)
 
     def unpack(self) -> Any:
         """Give back the stored tokens, bit for bit: one array for a single set, else a list of arrays.

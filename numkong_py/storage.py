@@ -30,6 +30,8 @@ VERSION = "1"
 VERIFY = {"header": ("header", "offsets"), "full": ("header", "offsets", "derived", "originals")}  # tensors hashed
 HASH = "xxh3_64."  # before a tensor's name: the metadata key of its hash
 HEAD_LIMIT = 1 << 16  # bytes that the JSON header stays under; it needs less than 2 KiB
+FIRST = {"dtype": "U8", "shape": [HEADER.itemsize], "data_offsets": [0, HEADER.itemsize]}  # the tensor `header`
+MOVED = "so it is damaged, or another program wrote it anew; pass its originals and offsets to nk.pack, and save that"
 PIECE = 1 << 22  # bytes hashed, read or written at a time: few enough to stay in a cache in between
 
 
@@ -71,7 +73,7 @@ def _table(header: Header, dtype: str) -> dict[str, dict[str, Any]]:
     derived_at = offsets_at + 8 * (documents + 1)
     originals_at = total - tokens * depth * NUMPY_DTYPES[dtype].itemsize
     return {
-        "header": {"dtype": "U8", "shape": [offsets_at], "data_offsets": [0, offsets_at]},
+        "header": FIRST,
         "offsets": {"dtype": "I64", "shape": [documents + 1], "data_offsets": [offsets_at, derived_at]},
         "derived": {"dtype": "U8", "shape": [originals_at - derived_at], "data_offsets": [derived_at, originals_at]},
         "originals": {"dtype": dtype.upper(), "shape": [tokens, depth], "data_offsets": [originals_at, total]},
@@ -153,14 +155,21 @@ def _read_pieces(file: BinaryIO, count: int, target: np.ndarray | None = None) -
 # ------------------------------------------------------------------------------------- writing
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path, path: str) -> None:
+    """Make a rename last; only POSIX systems ask for that, and can do it."""
     if os.name != "posix":
         return
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        reason = (
+            f"{error.strerror}; written, but its folder could not be flushed: a power cut may bring the old file back"
+        )
+        raise OSError(error.errno, reason, path) from error
 
 
 def write_aside(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:
@@ -198,7 +207,7 @@ def write_aside(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) 
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
-    _sync_folder(target.parent)
+    _sync_folder(target.parent, str(path))
 
 
 def write(path: str | os.PathLike[str], contents: Contents, *, single: bool) -> None:
@@ -276,11 +285,9 @@ def read(
 
 def _read(file: BinaryIO, size: int, mmap: bool, hashed: tuple[str, ...], progress: Callable[[int], Any]) -> Stored:
     metadata, table, start = _decode(file, size)
+    if start % ALIGNMENT or table.get("header") != FIRST:
+        raise CorruptFile(f"its tensors are not where they were written, {MOVED}")
     header, dtype = _check_head(file.read(HEADER.itemsize), metadata, table)
-    if start % ALIGNMENT:
-        raise CorruptFile(
-            "another program wrote its tensors anew; pass its originals and offsets to nk.pack, and save that"
-        )
     if start + header.total_bytes != size:
         raise CorruptFile(f"its header says {start + header.total_bytes}: truncated, or something was added")
     for name in hashed:
@@ -315,8 +322,8 @@ def _check_head(head: bytes, metadata: dict[str, Any], table: dict[str, Any]) ->
     _check_hash("header", metadata, [head])
     header = read_header(np.frombuffer(head, np.uint8))
     dtype = DTYPE_NAMES.get(header.dtype)
-    if dtype not in SCORED or header.offsets_at != HEADER.itemsize:
-        raise CorruptFile("its packed header is of another format")
+    if dtype not in SCORED:
+        raise CorruptFile(f"its packed header has element type {header.dtype}, which is not scored")
     expected = _metadata(header, dtype, metadata.get("row", ""), metadata.get("single") == "true")
     wrong = [key for key, value in expected.items() if metadata.get(key) != value]
     if wrong:
@@ -324,7 +331,7 @@ def _check_head(head: bytes, metadata: dict[str, Any], table: dict[str, Any]) ->
     wanted = _table(header, dtype)
     edges = [edge for tensor in wanted.values() for edge in tensor["data_offsets"]]
     if table != wanted or edges != sorted(edges):
-        raise CorruptFile("its table of tensors is not the one that its packed header wants")
+        raise CorruptFile(f"its table of tensors differs from what its packed header wants, {MOVED}")
     return header, dtype
 
 

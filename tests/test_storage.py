@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from oracle import DTYPES, ROOT, assert_same_bits, assert_same_result
 import numkong_py as nk
 from numkong_py import storage
 from numkong_py.backends import BACKENDS
-from numkong_py.layout import HEADER, read_header
+from numkong_py.layout import HEADER, Contents, read_header
 
 RANDOM = np.random.default_rng(8)
 LENGTHS = [5, 0, 17, 1, 0, 40, 3, 0]
@@ -146,7 +147,10 @@ def test_any_safetensors_reader_lists_it_and_reads_the_vectors(saved: Path) -> N
     assert metadata["row"] == nk.pack(DOCUMENTS).backend
     assert (metadata["documents"], metadata["tokens"], metadata["depth"], metadata["dtype"]) == ("8", "66", "20", "f32")
     numpy.save_file(read, saved, metadata)  # what a tool does that reads and writes tensors
-    with pytest.raises(nk.CorruptFile):
+    with pytest.raises(nk.CorruptFile, match="wrote it anew; pass its originals"):
+        nk.open(saved)
+    numpy.save_file({"x": DOCUMENTS[0]}, saved)
+    with pytest.raises(nk.CorruptFile, match="did not write; pass its arrays"):
         nk.open(saved)
 
 
@@ -180,6 +184,20 @@ def test_a_failing_disk(step: str, number: int, saved: Path, monkeypatch: pytest
     monkeypatch.setattr(os, step, fail)
     message = failing(saved, OSError, lambda: nk.pack(DOCUMENTS[:2]).save(saved))
     assert str(saved) in message and os.strerror(number) in message and "an inner name" not in message
+
+
+def test_a_folder_that_cannot_be_flushed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = os.fsync
+
+    def fail(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=f"{saved.name}"):
+        nk.pack(DOCUMENTS[:2]).save(saved)
+    assert len(nk.open(saved)) == 2 and os.listdir(saved.parent) == [saved.name]
 
 
 def test_an_interrupted_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +294,49 @@ def test_killed_at_random_points(saved: Path) -> None:
     assert seen == set(scores)
 
 
+# ------------------------------------------------------------------------------------------- where it cannot be scored
+
+
+class DeviceTokens:
+    """Stands for an array on a device, of which the host can `get` a copy."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def __getitem__(self, key: slice) -> DeviceTokens:
+        return DeviceTokens(self.tokens[key])
+
+    def get(self) -> np.ndarray:
+        return self.tokens.copy()
+
+
+def test_a_tensor_on_a_device_says_how_it_is_saved(tmp_path: Path) -> None:
+    tokens = np.concatenate(DOCUMENTS)
+    row = SimpleNamespace(name="sm90", device="cuda", unpack=lambda _, begin, end: DeviceTokens(tokens[begin:end]))
+    packed = nk.PackedTensor(Contents(row, None, None, "f32", 20, OFFSETS, "cuda:0"))
+    with pytest.raises(nk.DeviceMismatch, match=r'cuda:0.*\.to\("cpu"\)'):
+        packed.save(tmp_path / "x")
+    for view in (packed, packed[2:5], packed[2]):
+        view.to("cpu").save(tmp_path / "x")
+        opened = nk.open(tmp_path / "x")
+        assert (opened.single, opened.lengths.tolist()) == (view.single, view.lengths.tolist())
+        assert_same_bits(
+            np.concatenate([part.unpack() for part in opened]), tokens[OFFSETS[view.begin] : OFFSETS[view.end]]
+        )
+
+
+def test_a_tensor_of_a_row_that_is_gone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if len(AVAILABLE) == 1:
+        pytest.skip("this machine has one row only")
+    data = saved.read_bytes()
+    packed = nk.pack(DOCUMENTS)
+    monkeypatch.setenv("NUMKONG_CAPABILITIES", "serial")
+    gone = pickle.loads(pickle.dumps(packed))
+    gone.save(saved)
+    assert saved.read_bytes() == data
+    failing(saved, nk.BackendUnavailable, lambda: gone[1:3].save(saved))
+
+
 # ------------------------------------------------------------------------------------------- damage
 
 
@@ -319,6 +380,36 @@ def test_flipped_bytes_are_seen(saved: Path) -> None:
             else:
                 facts(opened)
     assert refused > 2000 + trusted  # spaces that stay blank aside, every one
+
+
+def test_offsets_are_hashed_too(saved: Path) -> None:
+    """A boundary between two documents that moves by one token: in order, in range, and wrong."""
+    _, _, start = tensors(saved)
+    damaged = bytearray(saved.read_bytes())
+    damaged[start + HEADER.itemsize + 8] ^= 1
+    saved.write_bytes(damaged)
+    with pytest.raises(nk.CorruptFile, match="hash of offsets"):
+        nk.open(saved)
+
+
+@pytest.mark.parametrize(
+    "spaces, message", [(64, None), (8, "wrote it anew"), (1 << 16, "no safetensors header")], ids=str
+)
+def test_padding_of_the_header(spaces: int, message: str | None, saved: Path) -> None:
+    _, _, start = tensors(saved)
+    data = saved.read_bytes()
+    saved.write_bytes((start - 8 + spaces).to_bytes(8, "little") + data[8:start] + b" " * spaces + data[start:])
+    if message is None:
+        assert facts(nk.open(saved)) == facts(nk.pack(DOCUMENTS))
+        return
+    with pytest.raises(nk.CorruptFile, match=message):
+        nk.open(saved)
+
+
+def test_another_version_is_named(saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes().replace(b'"numkong_py": "1"', b'"numkong_py": "2"'))
+    with pytest.raises(nk.CorruptFile, match="version is '2', and this version of numkong_py reads '1'"):
+        nk.open(saved)
 
 
 def forged(saved: Path, change: Callable[[dict[str, Any], bytearray], Any]) -> Path:
