@@ -368,7 +368,7 @@ def topk(
     candidates : int array, optional
         ``[queries, count]``: look only among these documents; -1 is none.
     screen : {"auto", "never"}
-        Whether bounds may skip documents; the result is the same.
+        Whether bounds may spare documents their exact score; the result is the same. No row spares any yet.
     block : int, optional
         Score this many documents at a time, which bounds the memory for scores.
     progress : bool or callable, optional
