@@ -106,13 +106,13 @@ def _decode(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Any], 
     """Metadata, table of tensors, and where the tensors start."""
     start = 8 + int.from_bytes(file.read(8), "little")
     if size < 8 or start > min(size, HEAD_LIMIT):
-        raise CorruptFile("it has no safetensors header, or ends within it")
+        raise CorruptFile("it has no header of a packed collection, or ends within it")
     try:
         table = json.loads(file.read(start - 8).decode())
-        metadata = table.pop("__metadata__")
+        metadata = table.pop("__metadata__", {})
         version = metadata.get(MARK)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFile(f"its safetensors header cannot be read or has no metadata ({error})") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"its safetensors header cannot be read ({error})") from error
     if version is None:
         raise CorruptFile("it is a safetensors file that PackedTensor.save did not write; pass its arrays to nk.pack")
     if version != VERSION:

@@ -393,7 +393,7 @@ def test_offsets_are_hashed_too(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spaces, message", [(64, None), (8, "wrote it anew"), (1 << 16, "no safetensors header")], ids=str
+    "spaces, message", [(64, None), (8, "wrote it anew"), (1 << 16, "no header of a packed")], ids=str
 )
 def test_padding_of_the_header(spaces: int, message: str | None, saved: Path) -> None:
     _, _, start = tensors(saved)
