@@ -93,10 +93,12 @@ NK_REGION_(nk_u8_t, originals)
 
 #if defined(__GNUC__)
 #define NK_INLINE static inline __attribute__((always_inline))
+#define NK_NOINLINE static __attribute__((noinline)) /* kernels: registers of their own */
 #define NK_PREFETCH(address) __builtin_prefetch(address)
 #define NK_PREFETCH_WRITE(address) __builtin_prefetch(address, 1)
 #else
 #define NK_INLINE static inline
+#define NK_NOINLINE static
 #define NK_PREFETCH(address) ((void)(address))
 #define NK_PREFETCH_WRITE(address) ((void)(address))
 #endif
