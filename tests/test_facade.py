@@ -313,7 +313,10 @@ def test_a_tensor_of_a_row_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
 # ------------------------------------------------------------------------------------- the README
 
 
-def test_the_code_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_in_the_readme_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # it saves a file
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     assert blocks
     for block in blocks:
