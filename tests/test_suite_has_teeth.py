@@ -58,8 +58,8 @@ MUTATIONS = (
     Mutation(
         "residuals of the quantisation are forgotten",
         "c/packing.inc",
-        "residual = nk_round_up_(nk_quantise_row_(row, depth, scale, NK_CODE_LIMIT_, NK_CODE_BIAS_, scratch->codes));",
-        "residual = 0 * nk_round_up_(nk_quantise_row_(row, depth, scale, NK_CODE_LIMIT_, NK_CODE_BIAS_, scratch->codes));",
+        "residual = nk_round_up_(nk_quantise_row_(",
+        "residual = 0 * nk_round_up_(nk_quantise_row_(",
     ),
     Mutation("a tie goes to the highest token", "c/scoring.inc", "? index < best->index :", "? index > best->index :"),
     Mutation("NaN loses", "c/scoring.inc", "int const nan = value != value,", "int const nan = 0,"),
