@@ -1,4 +1,5 @@
-/* capabilities.c: what this processor has and this operating system saves, found once; the enabled mask; the reasons. */
+/* capabilities.c: what this processor has and this operating system saves, found once; the enabled mask; the reasons.
+ */
 #define _GNU_SOURCE /* syscall() */
 #include <numkong/backend.h>
 
@@ -89,8 +90,10 @@ static nk_detection_t nk_detect_(void) {
     nk_u64_t const saved = leaf1[ecx_k] >> 27 & 1 ? nk_saved_state_() : 0; /* OSXSAVE */
     for (nk_size_t index = 0; index != sizeof(features) / sizeof(features[0]); ++index) {
         if (!features[index].present) continue;
-        if ((saved & features[index].state) == features[index].state) found.has |= features[index].capability;
-        else found.unsaved |= features[index].capability;
+        if ((saved & features[index].state) == features[index].state)
+            found.has |= features[index].capability;
+        else
+            found.unsaved |= features[index].capability;
     }
     nk_capability_t const amx = found.has & (NK_CAP(amxtile) | NK_CAP(amxint8) | NK_CAP(amxbf16));
     if (amx && !nk_amx_permitted_()) found.has &= ~amx, found.denied |= amx;
@@ -173,8 +176,10 @@ nk_status_t nk_capabilities_parse(char const *text, nk_capability_t base, nk_cap
         nk_capability_t mask = minus ? 0 : nk_row_mask_(word, length);
         if (!mask) mask = nk_capability_mask_(word + minus, length - (nk_size_t)minus);
         if (length && !mask) return nk_bad_capability_name_k;
-        if (minus) removed |= mask;
-        else if (length) kept |= mask, keeps = 1;
+        if (minus)
+            removed |= mask;
+        else if (length)
+            kept |= mask, keeps = 1;
         word += length;
         word += *word == ',';
     }

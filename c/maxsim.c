@@ -13,7 +13,8 @@
     X(device_memory, "the memory is not reachable from the device that was asked to work on it")                       \
     X(missing_kernel, "no row of this build has the dtype within the given capabilities")                              \
     X(misaligned, "a packed buffer must start on a multiple of 16 bytes")                                              \
-    X(pack_mismatch, "the buffer was packed by another row or for another dtype, or its header is damaged; pack again") \
+    X(pack_mismatch,                                                                                                   \
+      "the buffer was packed by another row or for another dtype, or its header is damaged; pack again")               \
     X(missing_library, "a library that the row needs is not installed")                                                \
     X(null_argument, "a required pointer is null")                                                                     \
     X(size_overflow, "the sizes do not fit in 64 bits")                                                                \
@@ -125,7 +126,8 @@ static nk_status_t nk_pack_(nk_dtype_t dtype, void const *vectors, nk_size_t vec
                             nk_size_t stride, void *packed, nk_capability_t capabilities, nk_stream_t stream) {
     nk_u64_t const pointer = (nk_u64_t)(uintptr_t)vectors, offsets[2] = {0, vector_count};
     nk_i64_t const row_stride = (nk_i64_t)stride, element_stride = (nk_i64_t)nk_dtype_bytes(dtype);
-    nk_maxsim_pack_t const job = {{1, &pointer, &vector_count, &row_stride, &element_stride}, offsets, 1, depth, 0, packed};
+    nk_maxsim_pack_t const job = {
+        {1, &pointer, &vector_count, &row_stride, &element_stride}, offsets, 1, depth, 0, packed};
     if (stride < depth * nk_dtype_bytes(dtype) && vector_count > 1) return nk_unexpected_dimensions_k;
     return nk_pack_corpus_(dtype, &job, capabilities, stream);
 }
@@ -263,9 +265,14 @@ nk_status_t nk_maxsim_find_kernel(nk_kernel_kind_t kind, nk_dtype_t dtype, nk_ca
     nk_backend_t const *backend = nk_backend_best(dtype, capabilities & nk_cpu_capabilities_detected());
     if (!backend || kind <= nk_kernel_unknown_k || kind > nk_kernel_maxsim_unpack_k) return nk_missing_kernel_k;
 #define NK_KIND_ROW_(dtype)                                                                                            \
-    {(nk_kernel_punned_t)&nk_maxsim_pack_size_##dtype##_best, (nk_kernel_punned_t)&nk_maxsim_packed_shape_##dtype##_best, \
-     (nk_kernel_punned_t)&nk_maxsim_pack_##dtype##_best,      (nk_kernel_punned_t)&nk_maxsim_packed_##dtype##_best,    \
-     (nk_kernel_punned_t)&nk_maxsim_corpus_##dtype##_best,    (nk_kernel_punned_t)&nk_maxsim_unpack_##dtype##_best}
+    {                                                                                                                  \
+        (nk_kernel_punned_t) & nk_maxsim_pack_size_##dtype##_best,                                                     \
+            (nk_kernel_punned_t) & nk_maxsim_packed_shape_##dtype##_best,                                              \
+            (nk_kernel_punned_t) & nk_maxsim_pack_##dtype##_best,                                                      \
+            (nk_kernel_punned_t) & nk_maxsim_packed_##dtype##_best,                                                    \
+            (nk_kernel_punned_t) & nk_maxsim_corpus_##dtype##_best,                                                    \
+            (nk_kernel_punned_t) & nk_maxsim_unpack_##dtype##_best                                                     \
+    }
     static nk_kernel_punned_t const kernels[3][6] = {NK_KIND_ROW_(bf16), NK_KIND_ROW_(f16), NK_KIND_ROW_(f32)};
 #undef NK_KIND_ROW_
     int const row = dtype == nk_bf16_k ? 0 : dtype == nk_f16_k ? 1 : 2;

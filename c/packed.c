@@ -80,8 +80,8 @@ nk_status_t nk_packed_check(void const *packed, nk_size_t bytes) {
     nk_backend_t const *backend = nk_backend_by_layout(header.layout);
     if (!backend || header.dtype > 31 || !(backend->dtypes >> header.dtype & 1)) return nk_pack_mismatch_k;
     if (!backend->kernels) return nk_missing_kernel_k; /* another architecture's row packed it */
-    nk_status_t const status = nk_packed_describe(backend, (nk_dtype_t)header.dtype, header.documents, header.tokens,
-                                                  header.depth, &expected);
+    nk_status_t const status =
+        nk_packed_describe(backend, (nk_dtype_t)header.dtype, header.documents, header.tokens, header.depth, &expected);
     if (status != nk_success_k || memcmp(&header, &expected, sizeof(header))) return nk_pack_mismatch_k;
     return header.total_bytes <= bytes ? nk_success_k : nk_pack_mismatch_k;
 }
@@ -100,8 +100,8 @@ nk_status_t nk_packed_check_offsets(void const *packed, nk_size_t begin, nk_size
 
 void nk_packed_begin(nk_maxsim_pack_t const *job, nk_packed_header_t const *header) {
     nk_u8_t *const packed = (nk_u8_t *)job->packed;
-    nk_u64_t const starts[] = {header->offsets_at, header->documents_at, header->square_at, header->scale_at,
-                               header->residual_at, header->reach_at, header->screen_at, header->originals_at};
+    nk_u64_t const starts[] = {header->offsets_at,  header->documents_at, header->square_at, header->scale_at,
+                               header->residual_at, header->reach_at,     header->screen_at, header->originals_at};
     for (nk_size_t region = 0; region != sizeof(starts) / sizeof(starts[0]); ++region)
         memset(packed + starts[region] - nk_packed_alignment_k, 0, nk_packed_alignment_k);
     memcpy(packed, header, sizeof(*header));

@@ -1,5 +1,5 @@
-/* alder.c: AVX-VNNI, VPDPBUSD on 256 bits in VEX encoding. It sums four u8 x s8 products into 32 bits without saturation,
- * so documents keep 8 bits (1..255) and the bias leaves with the preset of the sums.
+/* alder.c: AVX-VNNI, VPDPBUSD on 256 bits in VEX encoding. It sums four u8 x s8 products into 32 bits without
+ * saturation, so documents keep 8 bits (1..255) and the bias leaves with the preset of the sums.
  *
  * Tile: 3 x 8 document tokens x 4 query tokens: 12 accumulators hide VPDPBUSD's latency of 5 at two a cycle; with three
  * document vectors and a broadcast all 16 registers are in use. */

@@ -1,9 +1,9 @@
-/* haswell.c: AVX2. Screening by VPMADDUBSW, whose 16-bit pair sums saturate: documents are quantised to 7 bits and stored
- * as 1..127, queries to 8 bits, so a pair sum is at most 2 * 127 * 127 = 32258 < 32768 and never does.
+/* haswell.c: AVX2. Screening by VPMADDUBSW, whose 16-bit pair sums saturate: documents are quantised to 7 bits and
+ * stored as 1..127, queries to 8 bits, so a pair sum is at most 2 * 127 * 127 = 32258 < 32768 and never does.
  *
- * Tile: 2 x 8 document tokens x 4 query tokens, 8 accumulators; with two document vectors, a broadcast, a product and the
- * ones of VPMADDWD that is 13 of the 16 registers. Three vector operations per 32 products against four FMAs, two of
- * them on the multiplier ports: twice the rate of f32 FMA. */
+ * Tile: 2 x 8 document tokens x 4 query tokens, 8 accumulators; with two document vectors, a broadcast, a product and
+ * the ones of VPMADDWD that is 13 of the 16 registers. Three vector operations per 32 products against four FMAs, two
+ * of them on the multiplier ports: twice the rate of f32 FMA. */
 #include <numkong/backend.h>
 
 #include <math.h>

@@ -146,8 +146,8 @@ NK_INLINE void nk_multiply_tiles_(int const lower, int const pair, nk_sliced_que
 }
 
 NK_NOINLINE void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale, nk_u8_t const *codes,
-                          nk_i32_t const *preset, nk_size_t count, nk_size_t steps, nk_f32_t *values,
-                          nk_size_t value_stride, nk_ahead_t *ahead) {
+                            nk_i32_t const *preset, nk_size_t count, nk_size_t steps, nk_f32_t *values,
+                            nk_size_t value_stride, nk_ahead_t *ahead) {
     nk_sliced_queries_t queries;
     nk_i32_t sums[1024];
     if (!steps) return; /* tokens without elements: nothing is screened */

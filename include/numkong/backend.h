@@ -1,5 +1,5 @@
-/* numkong/backend.h: the row. A backend is one file in c/backends/ and one line in backends.inc; selection happens once,
- * at pack time, and scoring asks the packed buffer which row it belongs to. */
+/* numkong/backend.h: the row. A backend is one file in c/backends/ and one line in backends.inc; selection happens
+ * once, at pack time, and scoring asks the packed buffer which row it belongs to. */
 #ifndef NUMKONG_BACKEND_H
 #define NUMKONG_BACKEND_H
 
@@ -22,7 +22,7 @@ extern "C" {
 
 /* What a row's file defines. The kernels take validated arguments. */
 typedef struct nk_backend_kernels_t {
-    nk_u32_t tile_tokens;             /* tokens in a tile of the screening plane; 0: no screening plane */
+    nk_u32_t tile_tokens;              /* tokens in a tile of the screening plane; 0: no screening plane */
     nk_status_t (*enter_thread)(void); /* optional: what a thread needs before it scores */
     nk_status_t (*pack)(nk_maxsim_pack_t const *job, nk_packed_header_t const *header);
     nk_status_t (*corpus)(nk_maxsim_corpus_t const *job);
@@ -30,9 +30,9 @@ typedef struct nk_backend_kernels_t {
 
 typedef struct nk_backend_t {
     char const *name;
-    nk_capability_t required; /* every bit must be present */
-    nk_u32_t layout;          /* stamped into every buffer that it packs */
-    nk_u32_t dtypes;          /* bit 1 << nk_dtype_t for each type that it has */
+    nk_capability_t required;            /* every bit must be present */
+    nk_u32_t layout;                     /* stamped into every buffer that it packs */
+    nk_u32_t dtypes;                     /* bit 1 << nk_dtype_t for each type that it has */
     nk_backend_kernels_t const *kernels; /* null: not built for this architecture */
 } nk_backend_t;
 
@@ -114,7 +114,8 @@ NK_INLINE void nk_fetch_lines_(nk_ahead_t *ahead, nk_size_t lines) {
     for (; lines && ahead->next != ahead->count; --lines) NK_PREFETCH(ahead->lines[ahead->next++]);
 }
 
-/* Lines to fetch in each of `steps` steps, so that they are spread evenly: a burst would hold up the kernel's own loads. */
+/* Lines to fetch in each of `steps` steps, so that they are spread evenly: a burst would hold up the kernel's own
+ * loads. */
 NK_INLINE nk_size_t nk_fetch_share_(nk_ahead_t const *ahead, nk_size_t steps) {
     return (ahead->count - ahead->next + steps - 1) / steps;
 }

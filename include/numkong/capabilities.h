@@ -46,16 +46,17 @@ enum { NK_CAPABILITIES(NK_CAPABILITY_ENUMERATOR_) nk_capability_bits_k = 64 };
 NK_PUBLIC nk_capability_t nk_cpu_capabilities_detected(void);
 /* The union of what the rows in this build require. */
 NK_PUBLIC nk_capability_t nk_cpu_capabilities_compiled(void);
-/* Detected and compiled, less what NUMKONG_CAPABILITIES in the environment takes away. Only serial when it is malformed. */
+/* Detected and compiled, less what NUMKONG_CAPABILITIES in the environment takes away. Only serial when it is
+ * malformed. */
 NK_PUBLIC nk_capability_t nk_cpu_capabilities_enabled(void);
 
 /* Apply the text of NUMKONG_CAPABILITIES to a mask. A comma-separated list of capability or row names keeps only those
- * ("haswell", "avx2,fma"); capability names with a leading minus are taken away ("-avx512vnni"); serial always stays. An
- * empty or null text changes nothing, an unknown name is nk_bad_capability_name_k and *result is not written. */
+ * ("haswell", "avx2,fma"); capability names with a leading minus are taken away ("-avx512vnni"); serial always stays.
+ * An empty or null text changes nothing, an unknown name is nk_bad_capability_name_k and *result is not written. */
 NK_PUBLIC nk_status_t nk_capabilities_parse(char const *text, nk_capability_t base, nk_capability_t *result);
 
-/* Why the machine lacks a capability, as a sentence without a full stop ("the operating system does not save AMX tiles");
- * null when it has it. */
+/* Why the machine lacks a capability, as a sentence without a full stop ("the operating system does not save AMX
+ * tiles"); null when it has it. */
 NK_PUBLIC char const *nk_capability_reason(nk_capability_t capability);
 NK_PUBLIC char const *nk_capability_name(nk_capability_t capability);
 

@@ -21,7 +21,8 @@ typedef struct nk_token_runs_t {
     nk_i64_t const *element_strides;
 } nk_token_runs_t;
 
-/* A collection to pack: the runs, in order, are the tokens of all documents; offsets[b] .. offsets[b + 1] are document b's. */
+/* A collection to pack: the runs, in order, are the tokens of all documents; offsets[b] .. offsets[b + 1] are document
+ * b's. */
 typedef struct nk_maxsim_pack_t {
     nk_token_runs_t tokens;
     nk_u64_t const *offsets; /* documents + 1, offsets[0] is 0, non-decreasing; the last is the number of tokens */
@@ -32,9 +33,9 @@ typedef struct nk_maxsim_pack_t {
 } nk_maxsim_pack_t;
 
 /* A scoring job: query sets [query_begin, query_end) of one packed collection against documents of another.
- * Without candidates, column c of the outputs is document document_begin + c and there are document_end - document_begin
- * columns. With candidates, column c of query set s is document candidates[(s - query_begin) * candidate_count + c],
- * and -1 is none: it scores like an empty document. */
+ * Without candidates, column c of the outputs is document document_begin + c and there are document_end -
+ * document_begin columns. With candidates, column c of query set s is document candidates[(s - query_begin) *
+ * candidate_count + c], and -1 is none: it scores like an empty document. */
 typedef struct nk_maxsim_corpus_t {
     void const *queries;
     void const *documents;
@@ -47,12 +48,12 @@ typedef struct nk_maxsim_corpus_t {
     nk_u32_t empty_given;                   /* 1: empty documents score empty_value */
     nk_u32_t reserved;
     nk_f64_t empty_value;
-    void *scores;            /* output dtype; rows of score_stride elements, one per query set */
-    nk_f64_t *bounds;        /* optional, same shape and stride: |score - exact| is at most this */
-    nk_i32_t *argmax;        /* optional; element [s][c][i] at (s * score_stride + c) * token_stride + i */
-    void *token_scores;      /* optional, output dtype, same shape as argmax */
-    nk_size_t score_stride;  /* elements between rows of scores and bounds, at least the columns */
-    nk_size_t token_stride;  /* elements between columns of argmax and token_scores, at least the longest query */
+    void *scores;           /* output dtype; rows of score_stride elements, one per query set */
+    nk_f64_t *bounds;       /* optional, same shape and stride: |score - exact| is at most this */
+    nk_i32_t *argmax;       /* optional; element [s][c][i] at (s * score_stride + c) * token_stride + i */
+    void *token_scores;     /* optional, output dtype, same shape as argmax */
+    nk_size_t score_stride; /* elements between rows of scores and bounds, at least the columns */
+    nk_size_t token_stride; /* elements between columns of argmax and token_scores, at least the longest query */
 } nk_maxsim_corpus_t;
 
 /* clang-format off */

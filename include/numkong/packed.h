@@ -17,8 +17,8 @@ extern "C" {
 
 enum {
     nk_packed_header_bytes_k = 256,
-    nk_packed_alignment_k = 64,       /* of regions, from the start of the buffer */
-    nk_packed_base_alignment_k = 16,  /* of the buffer itself: what malloc gives */
+    nk_packed_alignment_k = 64,      /* of regions, from the start of the buffer */
+    nk_packed_base_alignment_k = 16, /* of the buffer itself: what malloc gives */
     nk_packed_version_k = 1,
 };
 #define NK_PACKED_MAGIC 0x004b4341504b4eull /* "NKPACK" and two zero bytes, as a little-endian number */
@@ -46,8 +46,8 @@ typedef struct nk_packed_header_t {
 } nk_packed_header_t;
 
 /* What screening and error bounds need of a whole document, all rounded up; infinite where a token cannot be screened.
- * A residual is the norm of what a token's codes leave over, its reach the norm of what they approximate: of the token, or
- * of its difference from the document's centre. Ratios are over the token's norm: the cosine metrics use them. */
+ * A residual is the norm of what a token's codes leave over, its reach the norm of what they approximate: of the token,
+ * or of its difference from the document's centre. Ratios are over the token's norm: the cosine metrics use them. */
 typedef struct nk_packed_document_t {
     nk_f64_t norm_max; /* f64: the norm of a finite f32 token can exceed f32 */
     nk_f32_t norm_min; /* rounded up too; 0 without tokens */
@@ -57,8 +57,9 @@ typedef struct nk_packed_document_t {
     nk_f32_t residual_ratio_max;
     nk_f32_t residual_ratio_sum;
     nk_f32_t reach_ratio_max;
-    nk_f32_t centre_spread; /* |centre| (1 / least norm - 1 / largest): what centring may shift one cosine against another */
-    nk_u32_t flags;         /* nk_document_*_k */
+    nk_f32_t
+        centre_spread; /* |centre| (1 / least norm - 1 / largest): what centring may shift one cosine against another */
+    nk_u32_t flags;    /* nk_document_*_k */
     nk_u32_t reserved;
 } nk_packed_document_t;
 

@@ -1,4 +1,5 @@
-/* numkong/types.h: integer and float aliases, dtypes, statuses, metrics and kernel kinds shared by every other header. */
+/* numkong/types.h: integer and float aliases, dtypes, statuses, metrics and kernel kinds shared by every other header.
+ */
 #ifndef NUMKONG_TYPES_H
 #define NUMKONG_TYPES_H
 
