@@ -299,7 +299,7 @@ class PackedTensor:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._whole and self.device == "cpu":
             return _restore, (self.buffer, self.single)
-        return _repack, (self.unpack(), self.single, self.depth, self.dtype, self.backend)
+        return _repack, (self.unpack(), self.depth, self.dtype, self.backend)
 
 
 def _restore(buffer: np.ndarray, single: bool) -> PackedTensor:
@@ -307,8 +307,9 @@ def _restore(buffer: np.ndarray, single: bool) -> PackedTensor:
     return PackedTensor(contents, single=single, runnable=contents.row.available)
 
 
-def _repack(x: Any, single: bool, depth: int, dtype: str, backend: str) -> PackedTensor:
-    return pack_collection(read_collection(x, "x", depth=depth, dtype=dtype), select(dtype, backend=backend))
+def _repack(x: Any, depth: int, dtype: str, backend: str) -> PackedTensor:
+    collection = read_collection(x, "x", depth=depth, dtype=dtype)
+    return pack_collection(collection, select(dtype, collection.device, backend=backend))
 
 
 def from_bytes(buffer: Any, *, single: bool = False) -> PackedTensor:
