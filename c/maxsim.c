@@ -20,8 +20,7 @@
     X(size_overflow, "the sizes do not fit in 64 bits")                                                                \
     X(unknown_metric, "the metric is none of dot, cosine and angular")                                                 \
     X(index_out_of_range, "a query or document index lies outside the packed collection")                              \
-    X(bad_capability_name, "NUMKONG_CAPABILITIES names a capability or row that does not exist")                       \
-    X(permission_denied, "the operating system refused the permission that the row needs")
+    X(bad_capability_name, "NUMKONG_CAPABILITIES names a capability or row that does not exist")
 
 char const *nk_status_name(nk_status_t status) {
     switch (status) {
@@ -174,8 +173,7 @@ static nk_status_t nk_corpus_(nk_dtype_t dtype, nk_maxsim_corpus_t const *job, n
         for (nk_size_t query = job->query_begin; query != job->query_end; ++query)
             if (job->token_stride < offsets[query + 1] - offsets[query]) return nk_unexpected_dimensions_k;
     }
-    if (backend->kernels->enter_thread) status = backend->kernels->enter_thread();
-    return status == nk_success_k ? backend->kernels->corpus(job) : status;
+    return backend->kernels->corpus(job);
 }
 
 static nk_status_t nk_packed_(nk_dtype_t dtype, void const *query_packed, void const *document_packed,

@@ -76,7 +76,6 @@ ERRORS: dict[int, type[NumKongError]] = {
     lib.nk_device_memory_k: DeviceMismatch,
     lib.nk_missing_gpu_k: BackendUnavailable,
     lib.nk_missing_library_k: BackendUnavailable,
-    lib.nk_permission_denied_k: BackendUnavailable,
     lib.nk_missing_kernel_k: MissingKernel,
     lib.nk_misaligned_k: LayoutMismatch,
     lib.nk_pack_mismatch_k: LayoutMismatch,

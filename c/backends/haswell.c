@@ -36,4 +36,4 @@ NK_INLINE __m256i nk_multiply_codes_(__m256i sums, __m256i documents, __m256i qu
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_haswell_kernels = {NK_TILE_TOKENS_, NULL, nk_pack_rows_, nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_haswell_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};

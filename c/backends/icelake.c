@@ -24,4 +24,4 @@ NK_TARGET_BEGIN(NK_ICELAKE_TARGET)
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_icelake_kernels = {NK_TILE_TOKENS_, NULL, nk_pack_rows_, nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_icelake_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};

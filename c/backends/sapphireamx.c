@@ -7,34 +7,19 @@
  *
  * All slices have the same number of depth steps, so one shape of the tiles does: where the steps do not divide evenly
  * the last slice begins early, and its query codes are zero for the steps that it repeats. Tiles do no floating point
- * here: pair values are the f64 dots of x86_v4.inc. */
-#define _GNU_SOURCE /* syscall() */
+ * here: pair values are the f64 dots of x86_v4.inc. Linux keeps the tiles closed to a process until it asks, which
+ * detection does (capabilities.c): every entry point detects before it selects this row, and threads and forks inherit
+ * the answer. */
 #include <numkong/backend.h>
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <immintrin.h>
-#if defined(__linux__) && !defined(NK_EMULATED)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #ifndef NK_SAPPHIREAMX_TARGET
 #define NK_SAPPHIREAMX_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8"
 #endif
-
-/* Linux keeps the tiles closed to a process until it asks; threads and forks inherit the answer. */
-static nk_status_t nk_enter_thread_(void) {
-#if defined(__linux__) && !defined(NK_EMULATED)
-    static volatile int granted; /* only ever goes from 0 to 1 */
-    enum { arch_req_xcomp_perm_k = 0x1023, tile_data_k = 18 };
-    if (granted) return nk_success_k;
-    if (syscall(SYS_arch_prctl, arch_req_xcomp_perm_k, tile_data_k) != 0) return nk_permission_denied_k;
-    granted = 1;
-#endif
-    return nk_success_k;
-}
 
 NK_TARGET_BEGIN(NK_SAPPHIREAMX_TARGET)
 
@@ -187,5 +172,4 @@ NK_NOINLINE void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t cons
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {NK_TILE_TOKENS_, nk_enter_thread_, nk_pack_rows_,
-                                                             nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};

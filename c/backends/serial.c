@@ -77,4 +77,4 @@ static nk_f64_t nk_dot_bf16_(nk_f64_t const *query, void const *token, nk_size_t
 #include "../packing.inc"
 #include "../scoring.inc"
 
-nk_backend_kernels_t const nk_backend_serial_kernels = {NK_TILE_TOKENS_, NULL, nk_pack_rows_, nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_serial_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};

@@ -22,8 +22,7 @@ extern "C" {
 
 /* What a row's file defines. The kernels take validated arguments. */
 typedef struct nk_backend_kernels_t {
-    nk_u32_t tile_tokens;              /* tokens in a tile of the screening plane; 0: no screening plane */
-    nk_status_t (*enter_thread)(void); /* optional: what a thread needs before it scores */
+    nk_u32_t tile_tokens; /* tokens in a tile of the screening plane; 0: no screening plane */
     nk_status_t (*pack)(nk_maxsim_pack_t const *job, nk_packed_header_t const *header);
     nk_status_t (*corpus)(nk_maxsim_corpus_t const *job);
 } nk_backend_kernels_t;

@@ -65,8 +65,7 @@ typedef struct nk_packed_document_t {
 
 enum {
     nk_document_unscreenable_k = 1, /* has a token that the screen cannot bound */
-    nk_document_zero_k = 2,         /* has an all-zero token */
-    nk_document_centred_k = 4,      /* codes approximate differences from a centre */
+    nk_document_centred_k = 2,      /* codes approximate differences from a centre */
 };
 
 #ifdef __cplusplus

@@ -59,7 +59,6 @@ typedef enum nk_status_t {
     nk_unknown_metric_k = -67,
     nk_index_out_of_range_k = -68,
     nk_bad_capability_name_k = -69,
-    nk_permission_denied_k = -70,
 } nk_status_t;
 
 /* What a score means; docs/numerics.md has the definitions. */
