@@ -22,10 +22,8 @@ __all__ = ["Scores", "score", "warmup"]
 
 METRICS = {"dot": 0, "cosine": 1, "angular": 2}
 SCRATCH_BYTES = 256 << 20  # token maxima of pieces kept at a time; more queries go in several launches
-MATRIX_FLOPS, MEMORY_BYTES = (
-    7e14,
-    4.2e12,
-)  # a second, H200 (bench: ceilings); only to weigh a second kernel against idle CTAs
+# A second, on an H200 (the ceilings in bench/results); only to weigh a second kernel against idle CTAs.
+MATRIX_FLOPS, MEMORY_BYTES = 7e14, 4.2e12
 SECOND_KERNEL_SECONDS = 4e-6
 
 FORWARD = struct.Struct("@128s128s13Qqf11i")  # Params of forward.cuh
@@ -89,9 +87,8 @@ class _Device(NamedTuple):
     """What calls need of a device."""
 
     multiprocessors: int
-    error: (
-        np.ndarray
-    )  # the word that kernels set when a bounded wait runs out; host memory, reading it waits for nothing
+    # The word that kernels set when a bounded wait runs out; in host memory, so reading it waits for nothing.
+    error: np.ndarray
     error_pointer: int
 
 
