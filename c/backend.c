@@ -1,20 +1,21 @@
 /* backend.c: builds the array of rows from backends.inc. */
 #include <numkong/backend.h>
 
-#define NK_DECLARE_1_(name) extern nk_backend_kernels_t const nk_backend_##name##_kernels;
-#define NK_DECLARE_0_(name)
-#define NK_KERNELS_1_(name) &nk_backend_##name##_kernels
-#define NK_KERNELS_0_(name) NULL
-#define NK_PASTE_(prefix, built) prefix##built##_
-#define NK_EXPAND_(prefix, built) NK_PASTE_(prefix, built)
-
-#define NK_BACKEND(name, architecture, layout, dtypes, required) NK_EXPAND_(NK_DECLARE_, NK_BUILD_##architecture)(name)
+#define NK_BACKEND(name, architecture, layout, dtypes, required)                                                       \
+    extern nk_backend_kernels_t const nk_backend_##name##_kernels;
 #include <numkong/backends.inc>
 #undef NK_BACKEND
 
+/* The conditions are constants, so rows that are not compiled are not linked either. */
+#define NK_KERNELS_(name) NK_COMPILE_##name ? &nk_backend_##name##_kernels : NULL
+#define NK_ABSENT_(name, architecture)                                                                                 \
+    NK_COMPILE_##name          ? NULL                                                                                  \
+    : !NK_BUILD_##architecture ? "not this architecture"                                                               \
+                               : "not compiled: the compiler of this build does not know its instructions"
+
 static nk_backend_t const nk_backends_[] = {
 #define NK_BACKEND(name, architecture, layout, dtypes, required)                                                       \
-    {#name, required, layout, dtypes, NK_EXPAND_(NK_KERNELS_, NK_BUILD_##architecture)(name)},
+    {#name, required, layout, dtypes, NK_KERNELS_(name), NK_ABSENT_(name, architecture)},
 #include <numkong/backends.inc>
 #undef NK_BACKEND
 };

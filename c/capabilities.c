@@ -17,6 +17,15 @@
 #include <unistd.h>
 #endif
 #endif
+#if NK_BUILD_ARM64
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(_WIN32)
+#include <windows.h>
+#endif
+#endif
 
 /* Why a capability is missing. Detection returns three masks: has, what the operating system withholds, and denied. */
 typedef struct nk_detection_t {
@@ -97,6 +106,51 @@ static nk_detection_t nk_detect_(void) {
     }
     nk_capability_t const amx = found.has & (NK_CAP(amxtile) | NK_CAP(amxint8) | NK_CAP(amxbf16));
     if (amx && !nk_amx_permitted_()) found.has &= ~amx, found.denied |= amx;
+    return found;
+}
+
+#elif NK_BUILD_WASM
+
+/* A module whose instructions the engine does not know is not loaded at all, so what is compiled is there: hosts try a
+ * module of a few bytes first and take the build without vectors where it is refused (docs/webassembly.md). */
+static nk_detection_t nk_detect_(void) {
+    nk_detection_t found = {NK_CAP(serial), 0, 0};
+    if (NK_COMPILE_v128relaxed) found.has |= NK_CAP(v128) | NK_CAP(v128relaxed);
+    return found;
+}
+
+#elif NK_BUILD_ARM64
+
+/* One question to the operating system, which only tells of what it also saves. */
+#if defined(__linux__)
+static int nk_reports_(unsigned long type, nk_u64_t bits) { return (getauxval(type) & bits) == bits; }
+#elif defined(__APPLE__)
+static int nk_reports_(char const *name) {
+    int value = 0;
+    size_t size = sizeof(value);
+    return sysctlbyname(name, &value, &size, NULL, 0) == 0 && value == 1;
+}
+#endif
+
+static nk_detection_t nk_detect_(void) {
+    nk_detection_t found = {NK_CAP(serial) | NK_CAP(neon), 0, 0}; /* NEON is part of AArch64 */
+#if defined(__linux__)
+    /* SME with its outer products from int8, bfloat16 and f32, which the architecture always has with it. */
+    enum { has_dot_k = 1 << 20, has_bf16_k = 1 << 14 };
+    nk_u64_t const has_sme = (nk_u64_t)1 << 23 | (nk_u64_t)1 << 26 | (nk_u64_t)1 << 28 | (nk_u64_t)1 << 29;
+    if (nk_reports_(AT_HWCAP, has_dot_k)) found.has |= NK_CAP(neondot);
+    if (nk_reports_(AT_HWCAP2, has_bf16_k)) found.has |= NK_CAP(neonbf16);
+    if (nk_reports_(AT_HWCAP2, has_sme)) found.has |= NK_CAP(sme);
+#elif defined(__APPLE__)
+    if (nk_reports_("hw.optional.arm.FEAT_DotProd")) found.has |= NK_CAP(neondot);
+    if (nk_reports_("hw.optional.arm.FEAT_BF16")) found.has |= NK_CAP(neonbf16);
+    if (nk_reports_("hw.optional.arm.FEAT_SME") && nk_reports_("hw.optional.arm.SME_I8I32") &&
+        nk_reports_("hw.optional.arm.SME_B16F32") && nk_reports_("hw.optional.arm.SME_F32F32"))
+        found.has |= NK_CAP(sme);
+#elif defined(_WIN32)
+    enum { has_dot_k = 43 }; /* PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older SDKs do not name */
+    if (IsProcessorFeaturePresent(has_dot_k)) found.has |= NK_CAP(neondot);
+#endif
     return found;
 }
 

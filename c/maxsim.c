@@ -17,7 +17,7 @@
       "the buffer was packed by another row or for another dtype, or its header is damaged; pack again")               \
     X(missing_library, "a library that the row needs is not installed")                                                \
     X(null_argument, "a required pointer is null")                                                                     \
-    X(size_overflow, "the sizes do not fit in 64 bits")                                                                \
+    X(size_overflow, "the sizes do not fit in the address space; split the collection")                                \
     X(unknown_metric, "the metric is none of dot, cosine and angular")                                                 \
     X(index_out_of_range, "a query or document index lies outside the packed collection")                              \
     X(bad_capability_name, "NUMKONG_CAPABILITIES names a capability or row that does not exist")

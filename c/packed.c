@@ -65,7 +65,7 @@ nk_status_t nk_packed_describe(nk_backend_t const *backend, nk_dtype_t dtype, nk
     header->originals_at = nk_append_region_(&end, tokens * nk_dtype_bytes(dtype), depth, &overflow);
     header->total_bytes = end;
     header->checksum = nk_header_checksum_(header);
-    return overflow ? nk_size_overflow_k : nk_success_k;
+    return overflow || (size_t)end != end ? nk_size_overflow_k : nk_success_k; /* an address may have 32 bits */
 }
 
 nk_status_t nk_packed_check(void const *packed, nk_size_t bytes) {

@@ -15,7 +15,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADERS = ("types.h", "capabilities.h", "packed.h", "maxsim.h", "backend.h")
+HEADERS = ("types.h", "capabilities.h", "packed.h", "maxsim.h", "gradient.h", "backend.h", "xla_ffi.h")
 
 
 def expand_declaring_macros(text: str) -> str:

@@ -21,7 +21,7 @@ class Row(Protocol):
     """What `PackedTensor` and the scoring functions ask of a row; `numkong_py.cpu.CpuRow` says what each method does.
 
     A row may also have ``topk(queries, documents, k, candidates=, block=, progress=, **options)``, to select where its
-    scores are instead of in host memory.
+    scores are instead of in host memory, and ``adopt(collection)``, to take queries for one call without a copy.
     """
 
     name: str

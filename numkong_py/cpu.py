@@ -42,6 +42,8 @@ __all__ = [
     "open_packed",
     "output_dtype",
     "row_of_layout",
+    "xla_calls",
+    "xla_handlers",
 ]
 
 
@@ -66,6 +68,8 @@ METRICS = {
     for name, number in ffi.typeof("nk_metric_t").relements.items()
 }
 
+GRADIENT_WORK = 8  # a multiply-add of a gradient, in those of a score: rows are gathered, sums are f64
+LONGEST_DOCUMENT = (1 << 31) - 1  # tokens: an argmax is int32
 CORPUS_JOB = ffi.typeof("nk_maxsim_corpus_t *")
 
 ERRORS: dict[int, type[NumKongError]] = {
@@ -193,9 +197,12 @@ class CpuRow:
         ``"cpu"``.
     layout : int
         Id stamped into every buffer that it packs.
+    built : bool
+        Whether this build has its kernels: it is of this architecture and the compiler knew its instructions.
     """
 
     device = "cpu"
+    floor_tokens = lib.nk_floor_tokens_k  # the longest query set that makes use of a floor in `score`
 
     def __init__(self, backend: Any) -> None:
         self.name = _text(backend.name)
@@ -203,7 +210,8 @@ class CpuRow:
         self.layout = int(backend.layout)
         self.dtypes = tuple(name for name in SCORED if backend.dtypes >> DTYPE_IDS[name] & 1)
         self._mask = int(backend.required)
-        self._built = backend.kernels != ffi.NULL
+        self._absent = _text(backend.absent) if backend.absent else None
+        self.built = self._absent is None
         self._score = {dtype: getattr(lib, f"nk_maxsim_corpus_{dtype}_best") for dtype in self.dtypes}
 
     def __repr__(self) -> str:
@@ -220,13 +228,13 @@ class CpuRow:
 
     @cached_property
     def _possible(self) -> bool:
-        return self._built and not self._mask & ~lib.nk_cpu_capabilities_detected()
+        return self.built and not self._mask & ~lib.nk_cpu_capabilities_detected()
 
     @property
     def reason(self) -> str | None:
         """Why it is not available, or None."""
-        if not self._built:
-            return "not built for this architecture"
+        if not self.built:
+            return self._absent
         enabled = enabled_capabilities()
         missing = [flag for flag in Capability if flag in self.required and flag not in enabled]
         if not missing:
@@ -302,6 +310,13 @@ class CpuRow:
         check(unpack(contents.pointer, begin, end, target, self._mask, ffi.NULL), "unpack")
         return tokens
 
+    def view(self, contents: Contents, begin: int, end: int) -> np.ndarray:
+        """Tokens begin .. end as they are stored, [end - begin, depth]: a read-only view of the packed buffer."""
+        start, dtype = read_header(contents.buffer).originals_at, NUMPY_DTYPES[contents.dtype]
+        token = contents.depth * dtype.itemsize
+        stored = contents.buffer[start + begin * token : start + end * token]
+        return stored.view(dtype).reshape(end - begin, contents.depth)
+
     def first_nonfinite(self, contents: Contents) -> int | None:
         """First token with a NaN or an infinity, or None.
 
@@ -326,8 +341,12 @@ class CpuRow:
         return_token_scores: bool = False,
         return_bounds: bool = False,
         threads: int | None = None,
+        floors: np.ndarray | None = None,
     ) -> MaxSimResult:
         """Score packed query sets against packed documents, [queries, documents] or [queries, candidates].
+
+        Documents that certainly stay below a query set's floor (float64, one a set; above it, for angular) may be left
+        out, with the worst of all scores.
 
         Both are `PackedTensor` of this row, one dtype and one depth; candidates are int64 and contiguous, count within
         the documents' buffer and were checked; out is None or an array of the scores' shape and type.
@@ -344,6 +363,8 @@ class CpuRow:
         result = MaxSimResult(scores, argmax, token_scores, bounds)
         if rows == 0 or columns == 0:
             return result
+        if documents.tokens > LONGEST_DOCUMENT:
+            _refuse_longest(documents, candidates)
 
         job = ffi.new(CORPUS_JOB)
         job.queries = queries.pointer
@@ -359,6 +380,8 @@ class CpuRow:
         job.scores = ffi.from_buffer(scores)
         job.score_stride = columns
         job.token_stride = longest
+        if floors is not None:
+            job.floors = ffi.from_buffer("nk_f64_t[]", floors)
         if bounds is not None:
             job.bounds = ffi.from_buffer("nk_f64_t[]", bounds)
         if argmax is not None:
@@ -377,7 +400,7 @@ class CpuRow:
             return result
         lists = candidates is not None
         pieces = split_lists(queries, columns, count) if lists else split_documents(queries, documents, count)
-        owners = (queries, documents, candidates, result)
+        owners = (queries, documents, candidates, floors, result)
         run_all(partial(self._score_piece, job, dtype, output.itemsize, owners), pieces)
         return result
 
@@ -394,6 +417,8 @@ class CpuRow:
         if whole.candidates:
             job.candidates, job.candidate_count = whole.candidates + skipped, last - first
         job.scores = ffi.cast("char *", whole.scores) + skipped * itemsize
+        if whole.floors:
+            job.floors = whole.floors + first_query
         if whole.bounds:
             job.bounds = whole.bounds + skipped
         if whole.argmax:
@@ -401,6 +426,140 @@ class CpuRow:
         if whole.token_scores:
             job.token_scores = ffi.cast("char *", whole.token_scores) + skipped * whole.token_stride * itemsize
         check(self._score[dtype](job, self._mask, ffi.NULL), "maxsim")
+
+    def squares(self, tokens: np.ndarray, dtype: str) -> np.ndarray:
+        """Sums of squares of contiguous tokens [count, depth], float64 [count], in the order of a pair value."""
+        squares = np.empty(len(tokens))
+        pointer, count, depth = _address("void *", tokens), *tokens.shape
+        status = lib.nk_token_squares(
+            DTYPE_IDS[dtype], pointer, count, depth, _address("nk_f64_t *", squares), self._mask
+        )
+        check(status, "squares")
+        return squares
+
+    def gradient(
+        self,
+        queries: Any,
+        documents: Any,
+        upstream: np.ndarray,
+        argmax: np.ndarray,
+        *,
+        candidates: np.ndarray | None,
+        metric: int,
+        mean: bool,
+        of_documents: bool,
+        dtype: str,
+        threads: int | None = None,
+    ) -> np.ndarray:
+        """Gradient of one side (`numkong_py.sides.Side`) in its layout and in a dtype.
+
+        Upstream is float64 ``[queries, slots]`` of any strides; argmax int32 and contiguous; candidates int64 and
+        contiguous, checked, -1 for none.
+        """
+        side = documents if of_documents else queries
+        gradient = side.empty_gradient(NUMPY_DTYPES[dtype])
+        slots = upstream.shape[1]
+        job = ffi.new("nk_maxsim_gradient_t *")
+        keep = [gradient, upstream, argmax, candidates]  # what the job points to
+        job.dtype, job.gradient_dtype, job.depth = DTYPE_IDS[side.dtype], DTYPE_IDS[dtype], side.depth
+        job.metric, job.mean, job.of_documents = metric, mean, of_documents
+        for sets, target in ((queries, job.queries), (documents, job.documents)):
+            keep += self._point_at_sets(target, sets, squares=metric != METRICS["dot"])
+        job.columns, job.token_stride = slots, argmax.shape[-1]
+        job.upstream = _address("nk_f64_t *", upstream)
+        job.upstream_strides = [stride // upstream.itemsize for stride in upstream.strides]
+        job.argmax = _address("nk_i32_t *", argmax)
+        job.gradient = _address("void *", gradient)
+        if side.places is not None:
+            job.places = _address("nk_u64_t *", side.places)
+        costs = queries.offsets * (slots + 1)
+        if candidates is not None:
+            job.candidates = _address("nk_i64_t *", candidates)
+        if of_documents:
+            costs = documents.offsets + queries.offsets[-1] * np.arange(len(documents) + 1)
+        if of_documents and candidates is not None:
+            listing, listing_offsets = _turn_round(candidates, len(documents))
+            keep += [listing, listing_offsets]
+            job.listing = _address("nk_u64_t *", listing)
+            job.listing_offsets = _address("nk_u64_t *", listing_offsets)
+            costs = documents.offsets + queries.longest * listing_offsets
+        count = thread_count(threads, GRADIENT_WORK * slots * int(queries.offsets[-1]) * side.depth)
+        pieces = _cuts(costs, count) if of_documents else _even_cuts(int(queries.offsets[-1]), count)
+        if pieces:
+            run_all(partial(self._gradient_piece, job, keep), pieces)
+        return gradient
+
+    def _point_at_sets(self, target: Any, side: Any, squares: bool) -> list[np.ndarray]:
+        """Fill an ``nk_token_sets_t``; returns what it points to."""
+        tokens, offsets = side.tokens, np.ascontiguousarray(side.offsets)
+        target.tokens = _address("void *", tokens)
+        target.offsets = _address("nk_u64_t *", offsets)
+        target.sets = len(side)
+        if not squares:
+            return [tokens, offsets]
+        values = self.squares(tokens, side.dtype)
+        target.squares = _address("nk_f64_t *", values)
+        return [tokens, offsets, values]
+
+    def _gradient_piece(self, whole: Any, keep: Any, piece: tuple[int, int]) -> None:
+        job = ffi.new("nk_maxsim_gradient_t *", whole[0])
+        job.begin, job.end = piece
+        status = lib.nk_maxsim_gradient(job, self._mask)
+        if status == lib.nk_index_out_of_range_k:
+            raise IndexOutOfRange(
+                "argmax: names a token past the end of its document; pass what the same call of maxsim returned"
+            )
+        check(status, "gradient")
+
+    def nearest(self, points: Any, others: Any, threads: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Nearest of the others in the cloud of the same number, for every point of a `Side`.
+
+        Returns int32 positions within that cloud (-1 where it is empty) and float64 squared distances, both [points].
+        """
+        total = int(points.offsets[-1])
+        nearest, squares = np.empty(total, np.int32), np.empty(total)
+        job = ffi.new("nk_nearest_t *")
+        job.dtype, job.depth = DTYPE_IDS[points.dtype], points.depth
+        keep = [nearest, squares]
+        for side, target in ((points, job.points), (others, job.others)):
+            keep += self._point_at_sets(target, side, squares=False)
+        job.nearest = _address("nk_i32_t *", nearest)
+        job.squares = _address("nk_f64_t *", squares)
+        costs = np.concatenate([[0], np.cumsum(np.diff(points.offsets) * (np.diff(others.offsets) + 1.0))])
+        count = thread_count(threads, int(costs[-1]) * points.depth)
+        edges = np.interp(np.linspace(0, costs[-1], count + 1), costs, points.offsets).astype(np.int64)
+        run_all(partial(self._nearest_piece, job, keep), list(pairwise(edges.tolist())))
+        return nearest, squares
+
+    def _nearest_piece(self, whole: Any, keep: Any, piece: tuple[int, int]) -> None:
+        job = ffi.new("nk_nearest_t *", whole[0])
+        job.begin, job.end = piece
+        check(lib.nk_nearest(job, self._mask), "nearest")
+
+
+def _refuse_longest(documents: Any, candidates: np.ndarray | None) -> None:
+    """Raise if a document that would be scored has more tokens than positions can count."""
+    lengths = documents.lengths
+    chosen = np.arange(len(lengths)) if candidates is None else np.unique(candidates[candidates >= 0]) - documents.begin
+    long = chosen[lengths[chosen] > LONGEST_DOCUMENT]
+    if len(long):
+        raise ShapeMismatch(
+            f"docs: document {documents.begin + long[0]} of the packed collection has {lengths[long[0]]} tokens, "
+            f"wanted at most {LONGEST_DOCUMENT}, which int32 positions can count; split it"
+        )
+
+
+def _address(kind: str, array: np.ndarray) -> Any:
+    """Pointer to an array's first element; the array must outlive it."""
+    return ffi.cast(kind, array.__array_interface__["data"][0])
+
+
+def _turn_round(candidates: np.ndarray, documents: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores by document: their numbers, row by row, in ascending order, and where each document's begin."""
+    flat = candidates.ravel()
+    order = np.argsort(flat, kind="stable")
+    offsets = np.searchsorted(flat, np.arange(documents + 1), sorter=order)
+    return order[offsets[0] :], offsets - offsets[0]
 
 
 # ------------------------------------------------------------------------------------- pieces for threads
@@ -414,6 +573,11 @@ def _cuts(offsets: np.ndarray, pieces: int) -> list[tuple[int, int]]:
     targets = weights[-1] * np.arange(1, pieces) // pieces
     edges = np.unique(np.concatenate([[0], np.searchsorted(weights, targets), [len(offsets) - 1]]))
     return list(pairwise(edges.tolist()))
+
+
+def _even_cuts(count: int, pieces: int) -> list[tuple[int, int]]:
+    """Ranges of about as many things each."""
+    return list(pairwise(np.unique(np.linspace(0, count, pieces + 1).astype(np.int64)).tolist()))
 
 
 def split_documents(queries: Any, documents: Any, pieces: int) -> list[Piece]:
@@ -469,7 +633,7 @@ def open_packed(buffer: np.ndarray) -> Contents:
     LayoutMismatch
         The bytes are not a packed buffer of a CPU row, are damaged, or are too few.
     BackendUnavailable
-        They were packed by a row that is not built for this architecture.
+        They were packed by a row that is not in this build.
     """
     what = f"packed: {buffer.nbytes} bytes"
     if buffer.nbytes < ffi.sizeof("nk_packed_header_t"):
@@ -488,3 +652,26 @@ def open_packed(buffer: np.ndarray) -> Contents:
     check(status, what)
     check(lib.nk_packed_check_offsets(ffi.from_buffer(buffer), 0, header.documents), f"{what}, document offsets")
     return _contents(row_of_layout(header.layout), buffer)
+
+
+# ------------------------------------------------------------------------------------- JAX custom calls
+
+XLA_LAYOUTS = {
+    name.removeprefix("nk_xla_layout_").removesuffix("_k"): number
+    for name, number in ffi.typeof("nk_xla_layout_t").relements.items()
+}
+XLA_OUTPUTS = {
+    name.removeprefix("nk_xla_output_").removesuffix("_k"): number
+    for name, number in ffi.typeof("nk_xla_output_t").relements.items()
+}
+
+
+def xla_handlers() -> dict[str, int]:
+    """Addresses of the handlers for XLA, by the names that they are registered under."""
+    names = ("nk_xla_maxsim", "nk_xla_maxsim_gradient", "nk_xla_nearest")
+    return {name: int(ffi.cast("uintptr_t", ffi.addressof(lib, name))) for name in names}
+
+
+def xla_calls() -> tuple[int, int]:
+    """Handler calls so far, and the address of the last one's first argument: what tests of batching and copies ask."""
+    return int(lib.nk_xla_calls()), int(lib.nk_xla_last_address())

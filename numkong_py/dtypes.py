@@ -58,6 +58,8 @@ def name_of(dtype: Any, argument: str = "dtype") -> str:
 
 def conversion(dtype: np.dtype, argument: str) -> str:
     """Expression that turns an array of another type into a scored one, for error messages."""
+    if dtype.kind == "O":
+        return f"list({argument}) if it holds one array a set, else {argument}.astype(np.float32)"
     if dtype.kind == "f" and not dtype.isnative:
         return f'{argument}.astype({argument}.dtype.newbyteorder("="))'
     if dtype == np.dtype("V2"):  # how NumPy saves bfloat16 to a file

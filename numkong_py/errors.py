@@ -4,8 +4,10 @@ from __future__ import annotations
 
 __all__ = [
     "BackendUnavailable",
+    "CorpusLocked",
     "CorruptFile",
     "DeviceMismatch",
+    "DuplicateId",
     "IndexOutOfRange",
     "InvalidArgument",
     "LayoutMismatch",
@@ -13,6 +15,7 @@ __all__ = [
     "NumKongError",
     "OutOfMemory",
     "ShapeMismatch",
+    "UnknownId",
     "UnsupportedDtype",
 ]
 
@@ -59,3 +62,15 @@ class OutOfMemory(NumKongError, MemoryError):
 
 class CorruptFile(NumKongError, OSError):
     """A file does not hold what its header or name promises."""
+
+
+class CorpusLocked(NumKongError, OSError):
+    """Another process or thread is writing to the corpus."""
+
+
+class DuplicateId(NumKongError, ValueError):
+    """An id is given twice, or belongs to a document that is in the corpus already."""
+
+
+class UnknownId(NumKongError, LookupError):
+    """No document of the corpus has the id."""

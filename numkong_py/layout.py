@@ -23,6 +23,7 @@ FIELDS = {  # those that Python needs: type and place of each in the 256 bytes
     "total_bytes": ("<u8", 48),
     "offsets_at": ("<u8", 56),
     "square_at": ("<u8", 72),
+    "originals_at": ("<u8", 112),
 }
 _FORMATS, _PLACES = zip(*FIELDS.values())
 HEADER = np.dtype({"names": list(FIELDS), "formats": _FORMATS, "offsets": _PLACES, "itemsize": 256})
@@ -39,6 +40,7 @@ class Header(NamedTuple):
     total_bytes: int
     offsets_at: int
     square_at: int
+    originals_at: int
 
 
 class Contents(NamedTuple):

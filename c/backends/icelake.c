@@ -1,13 +1,14 @@
 /* icelake.c: AVX-512 with VNNI; the screening tile is in kernels/x86_vnni512.inc. */
 #include <numkong/backend.h>
 
+#if NK_COMPILE_icelake
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <immintrin.h>
 
 #ifndef NK_ICELAKE_TARGET
-#define NK_ICELAKE_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
+#define NK_ICELAKE_TARGET "avx2,fma,f16c,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 #endif
 NK_TARGET_BEGIN(NK_ICELAKE_TARGET)
 
@@ -21,7 +22,13 @@ NK_TARGET_BEGIN(NK_ICELAKE_TARGET)
 #include "../kernels/x86_vnni512.inc"
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../gradient.inc"
+#include "../kernels/x86_vector512.inc"
+#include "../nearest.inc"
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_icelake_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_icelake_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
+                                                         nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+
+#endif

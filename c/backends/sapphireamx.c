@@ -6,19 +6,21 @@
  *   tiles 4, 5  query rows     6, 7  document tiles
  *
  * All slices have the same number of depth steps, so one shape of the tiles does: where the steps do not divide evenly
- * the last slice begins early, and its query codes are zero for the steps that it repeats. Tiles do no floating point
- * here: pair values are the f64 dots of x86_v4.inc. Linux keeps the tiles closed to a process until it asks, which
- * detection does (capabilities.c): every entry point detects before it selects this row, and threads and forks inherit
- * the answer. */
+ * the last slice begins early, and its query codes are zero for the steps that it repeats. The second screen of bf16
+ * tokens is TDPBF16PS over the same shapes, a step being two elements; other types have f32 FMAs. Linux keeps the tiles
+ * closed to a process until it asks, which detection does (capabilities.c): every entry point detects before it selects
+ * this row, and threads and forks inherit the answer. */
 #include <numkong/backend.h>
 
+#if NK_COMPILE_sapphireamx
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <immintrin.h>
 
 #ifndef NK_SAPPHIREAMX_TARGET
-#define NK_SAPPHIREAMX_TARGET "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8"
+#define NK_SAPPHIREAMX_TARGET                                                                                          \
+    "avx2,fma,f16c,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8,amx-bf16"
 #endif
 
 NK_TARGET_BEGIN(NK_SAPPHIREAMX_TARGET)
@@ -31,6 +33,7 @@ NK_TARGET_BEGIN(NK_SAPPHIREAMX_TARGET)
 #include "../kernels/x86_v4.inc"
 #include "../kernels/transpose.inc"
 #include "../kernels/x86_direct_rows.inc"
+#define NK_DIRECT_HALVES_(dtype) ((dtype) == nk_bf16_k)
 
 enum { nk_tile_rows_k = 16, nk_tile_row_bytes_k = 64, nk_screen_rows_k = 2 * nk_tile_rows_k };
 
@@ -87,14 +90,21 @@ static void nk_slice_queries_(nk_i8_t const *codes, nk_size_t count, nk_size_t s
     }
 }
 
+/* A product of tiles; their numbers are literals. */
+#define NK_MULTIPLY_TILE_(operation, sums, queries, documents)                                                         \
+    if ((operation) == nk_multiply_codes_k)                                                                            \
+        _tile_dpbsud(sums, queries, documents);                                                                        \
+    else                                                                                                               \
+        _tile_dpbf16ps(sums, queries, documents)
+
 /* Tiles want their numbers as literals, so what depends on the shape of the work is a constant of each inlined copy.
  *
  * Slices of the next two document tiles are prefetched: a corpus streams from memory, where that takes a sixth of the
  * time off at depth 128 (Emerald Rapids, one core: 0.90 to 1.04 TOP/s) and costs nothing from the second-level cache
  * (1.53, 1.56). Sums of four or more document tiles converted row by row, or between the products of the next, were
  * slower. */
-NK_INLINE void nk_multiply_tiles_(int const lower, int const pair, nk_sliced_queries_t const *queries,
-                                  nk_u8_t const *plane, nk_i32_t *sums) {
+NK_INLINE void nk_multiply_tiles_(nk_operation_t const operation, int const lower, int const pair,
+                                  nk_sliced_queries_t const *queries, nk_u8_t const *plane, nk_i32_t *sums) {
     nk_size_t const tile_bytes = queries->steps * nk_tile_row_bytes_k;
     _tile_zero(0);
     if (lower) _tile_zero(1);
@@ -108,16 +118,18 @@ NK_INLINE void nk_multiply_tiles_(int const lower, int const pair, nk_sliced_que
         nk_u8_t const *const documents = plane + step * nk_tile_row_bytes_k;
         _tile_loadd(4, rows, stride);
         _tile_loadd(6, documents, nk_tile_row_bytes_k);
-        _tile_dpbsud(0, 4, 6);
+        NK_MULTIPLY_TILE_(operation, 0, 4, 6);
         if (lower) {
             _tile_loadd(5, rows + nk_tile_rows_k * stride, stride);
-            _tile_dpbsud(1, 5, 6);
+            NK_MULTIPLY_TILE_(operation, 1, 5, 6);
         }
         if (pair) {
             _tile_loadd(7, documents + tile_bytes, nk_tile_row_bytes_k);
-            _tile_dpbsud(2, 4, 7);
+            NK_MULTIPLY_TILE_(operation, 2, 4, 7);
         }
-        if (lower && pair) _tile_dpbsud(3, 5, 7);
+        if (lower && pair) {
+            NK_MULTIPLY_TILE_(operation, 3, 5, 7);
+        }
         nk_u8_t const *const following = documents + 2 * tile_bytes;
         for (nk_size_t row = 0; row != queries->slice_steps; ++row) {
             NK_PREFETCH(following + row * nk_tile_row_bytes_k);
@@ -130,46 +142,81 @@ NK_INLINE void nk_multiply_tiles_(int const lower, int const pair, nk_sliced_que
     if (lower && pair) _tile_stored(3, sums + 768, nk_tile_row_bytes_k);
 }
 
-NK_NOINLINE void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale, nk_u8_t const *codes,
-                            nk_i32_t const *preset, nk_size_t count, nk_size_t steps, nk_f32_t *values,
-                            nk_size_t value_stride, nk_ahead_t *ahead) {
+/* values = sums * scale, the presets added to integer sums, for up to 32 query tokens and one or two document tiles. */
+NK_INLINE void nk_store_values_(nk_operation_t const operation, nk_i32_t const *sums, nk_i32_t const *preset,
+                                nk_size_t rows, int pair, nk_f32_t const *scale, nk_f32_t *values,
+                                nk_size_t value_stride, nk_ahead_t *ahead, nk_size_t ahead_share) {
+    for (nk_size_t row = 0; row != rows; ++row) {
+        nk_fetch_lines_(ahead, ahead_share);
+        for (int of = 0; of <= pair; ++of) {
+            __m512i const sum = _mm512_loadu_si512(sums + of * 512 + row * 16);
+            __m512 const product = operation == nk_multiply_codes_k
+                                       ? _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(preset[row])))
+                                       : _mm512_castsi512_ps(sum);
+            _mm512_storeu_ps(values + row * value_stride + of * 16,
+                             _mm512_mul_ps(product, _mm512_loadu_ps(scale + of * 16)));
+        }
+    }
+}
+
+/* Document tiles against `count` query tokens, 32 at a time. */
+NK_INLINE void nk_multiply_all_tiles_(nk_operation_t const operation, nk_u8_t const *plane, nk_size_t tiles,
+                                      nk_f32_t const *scale, nk_u8_t const *words, nk_i32_t const *preset,
+                                      nk_size_t count, nk_size_t steps, nk_f32_t *values, nk_size_t value_stride,
+                                      nk_ahead_t *ahead) {
     nk_sliced_queries_t queries;
     nk_i32_t sums[1024];
     if (!steps) return; /* tokens without elements: nothing is screened */
     nk_size_t const ahead_share = nk_fetch_share_(ahead, (tiles + 1) / 2 * count);
     for (nk_size_t first = 0; first < count; first += nk_screen_rows_k) {
         nk_size_t const rows = count - first < nk_screen_rows_k ? count - first : nk_screen_rows_k;
-        nk_slice_queries_((nk_i8_t const *)codes + first * steps * 4, rows, steps, &queries);
+        nk_slice_queries_((nk_i8_t const *)words + first * steps * 4, rows, steps, &queries);
         nk_configure_tiles_(rows, queries.slice_steps);
         for (nk_size_t tile = 0; tile < tiles; tile += 2) {
             int const pair = tiles - tile > 1;
             nk_u8_t const *const at = plane + tile * steps * nk_tile_row_bytes_k;
             if (rows > nk_tile_rows_k && pair)
-                nk_multiply_tiles_(1, 1, &queries, at, sums);
+                nk_multiply_tiles_(operation, 1, 1, &queries, at, sums);
             else if (rows > nk_tile_rows_k)
-                nk_multiply_tiles_(1, 0, &queries, at, sums);
+                nk_multiply_tiles_(operation, 1, 0, &queries, at, sums);
             else if (pair)
-                nk_multiply_tiles_(0, 1, &queries, at, sums);
+                nk_multiply_tiles_(operation, 0, 1, &queries, at, sums);
             else
-                nk_multiply_tiles_(0, 0, &queries, at, sums);
-            for (nk_size_t row = 0; row != rows; ++row) {
-                nk_fetch_lines_(ahead, ahead_share);
-                for (int of = 0; of <= pair; ++of) {
-                    __m512i const sum = _mm512_add_epi32(_mm512_loadu_si512(sums + of * 512 + row * 16),
-                                                         _mm512_set1_epi32(preset[first + row]));
-                    _mm512_storeu_ps(
-                        values + (first + row) * value_stride + (tile + (nk_size_t)of) * 16,
-                        _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(scale + (tile + (nk_size_t)of) * 16)));
-                }
-            }
+                nk_multiply_tiles_(operation, 0, 0, &queries, at, sums);
+            nk_store_values_(operation, sums, preset + first, rows, pair, scale + tile * nk_tile_rows_k,
+                             values + first * value_stride + tile * nk_tile_rows_k, value_stride, ahead, ahead_share);
         }
     }
     _tile_release();
 }
 
+NK_NOINLINE void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale, nk_u8_t const *codes,
+                            nk_i32_t const *preset, nk_size_t count, nk_size_t steps, nk_f32_t *values,
+                            nk_size_t value_stride, nk_ahead_t *ahead) {
+    nk_multiply_all_tiles_(nk_multiply_codes_k, plane, tiles, scale, codes, preset, count, steps, values, value_stride,
+                           ahead);
+}
+
+NK_NOINLINE void nk_direct_(nk_dtype_t dtype, nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale,
+                            nk_u8_t const *words, nk_i32_t const *preset, nk_size_t count, nk_size_t steps,
+                            nk_f32_t *values, nk_size_t value_stride) {
+    nk_ahead_t nothing = {NULL, 0, 0, {NULL, NULL}};
+    if (NK_DIRECT_HALVES_(dtype))
+        nk_multiply_all_tiles_(nk_multiply_bf16_k, plane, tiles, scale, words, preset, count, steps, values,
+                               value_stride, &nothing);
+    else
+        nk_direct_rows_(plane, tiles, scale, words, count, steps, values, value_stride);
+}
+
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../gradient.inc"
+#include "../kernels/x86_vector512.inc"
+#include "../nearest.inc"
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
+                                                             nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+
+#endif

@@ -11,6 +11,7 @@
 #endif
 
 #define NK_TILE_TOKENS_ 0
+#define NK_NEAREST_LANES_ 0
 
 static nk_f32_t nk_widen_bf16_(nk_u16_t bits) {
     nk_u32_t const wide = (nk_u32_t)bits << 16;
@@ -76,5 +77,8 @@ static nk_f64_t nk_dot_bf16_(nk_f64_t const *query, void const *token, nk_size_t
 
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../gradient.inc"
+#include "../nearest.inc"
 
-nk_backend_kernels_t const nk_backend_serial_kernels = {NK_TILE_TOKENS_, nk_pack_rows_, nk_score_corpus_};
+nk_backend_kernels_t const nk_backend_serial_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
+                                                        nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};

@@ -4,20 +4,64 @@
 #define NUMKONG_BACKEND_H
 
 #include "capabilities.h"
+#include "gradient.h"
 #include "maxsim.h"
 #include "packed.h"
 #include "types.h"
+
+#include <stdlib.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Which rows this compiler can build. */
+/* Which architecture this compiler builds for. NK_ONLY_SERIAL makes a build of nothing but portable C. */
 #define NK_BUILD_ANY 1
 #if (defined(__x86_64__) || defined(_M_X64)) && !defined(NK_ONLY_SERIAL)
 #define NK_BUILD_X86 1
 #else
 #define NK_BUILD_X86 0
+#endif
+#if (defined(__aarch64__) || defined(_M_ARM64)) && !defined(NK_ONLY_SERIAL)
+#define NK_BUILD_ARM64 1
+#else
+#define NK_BUILD_ARM64 0
+#endif
+#if defined(__wasm__) && !defined(NK_ONLY_SERIAL)
+#define NK_BUILD_WASM 1
+#else
+#define NK_BUILD_WASM 0
+#endif
+
+/* Which rows it builds: the first versions that know a row's instructions. A row that is left out is listed as not
+ * compiled, and the others are unharmed. MSVC switches instruction sets on by itself; it has no BF16 casts, and Windows
+ * has no way to ask for AMX tiles. */
+#define NK_NEVER_ 0x7fffffff
+#if defined(__clang__)
+#define NK_COMPILER_(gcc, clang, msvc) (__clang_major__ >= (clang))
+#elif defined(__GNUC__)
+#define NK_COMPILER_(gcc, clang, msvc) (__GNUC__ >= (gcc))
+#elif defined(_MSC_VER)
+#define NK_COMPILER_(gcc, clang, msvc) (_MSC_VER >= (msvc))
+#else
+#define NK_COMPILER_(gcc, clang, msvc) 0
+#endif
+#define NK_COMPILE_serial 1
+#define NK_COMPILE_haswell (NK_BUILD_X86 && NK_COMPILER_(5, 8, 1920))
+#define NK_COMPILE_alder (NK_BUILD_X86 && NK_COMPILER_(11, 12, 1930))
+#define NK_COMPILE_icelake (NK_BUILD_X86 && NK_COMPILER_(8, 8, 1920))
+#define NK_COMPILE_genoa (NK_BUILD_X86 && NK_COMPILER_(10, 9, NK_NEVER_))
+#define NK_COMPILE_sapphireamx (NK_BUILD_X86 && NK_COMPILER_(11, 12, NK_NEVER_))
+#define NK_COMPILE_neonsdot (NK_BUILD_ARM64 && NK_COMPILER_(8, 8, 1930))
+#if defined(_WIN32) /* has no convention for ZA yet */
+#define NK_COMPILE_sme 0
+#else
+#define NK_COMPILE_sme (NK_BUILD_ARM64 && NK_COMPILER_(14, 19, NK_NEVER_))
+#endif
+#if defined(__wasm_relaxed_simd__) /* an engine without it refuses the whole module, so the build decides */
+#define NK_COMPILE_v128relaxed (NK_BUILD_WASM && NK_COMPILER_(NK_NEVER_, 16, NK_NEVER_))
+#else
+#define NK_COMPILE_v128relaxed 0
 #endif
 
 /* What a row's file defines. The kernels take validated arguments. */
@@ -25,6 +69,9 @@ typedef struct nk_backend_kernels_t {
     nk_u32_t tile_tokens; /* tokens in a tile of the screening plane; 0: no screening plane */
     nk_status_t (*pack)(nk_maxsim_pack_t const *job, nk_packed_header_t const *header);
     nk_status_t (*corpus)(nk_maxsim_corpus_t const *job);
+    nk_status_t (*gradient)(nk_maxsim_gradient_t const *job);
+    nk_status_t (*nearest)(nk_nearest_t const *job);
+    nk_status_t (*squares)(nk_dtype_t dtype, void const *tokens, nk_size_t count, nk_size_t depth, nk_f64_t *squares);
 } nk_backend_kernels_t;
 
 typedef struct nk_backend_t {
@@ -32,7 +79,8 @@ typedef struct nk_backend_t {
     nk_capability_t required;            /* every bit must be present */
     nk_u32_t layout;                     /* stamped into every buffer that it packs */
     nk_u32_t dtypes;                     /* bit 1 << nk_dtype_t for each type that it has */
-    nk_backend_kernels_t const *kernels; /* null: not built for this architecture */
+    nk_backend_kernels_t const *kernels; /* null: not in this build */
+    char const *absent;                  /* why not, as a sentence without a full stop; null when it is */
 } nk_backend_t;
 
 NK_PUBLIC nk_size_t nk_backend_count(void);
@@ -94,29 +142,72 @@ NK_REGION_(nk_u8_t, originals)
 #define NK_INLINE static inline __attribute__((always_inline))
 #define NK_NOINLINE static __attribute__((noinline)) /* kernels: registers of their own */
 #define NK_PREFETCH(address) __builtin_prefetch(address)
+#define NK_PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2) /* into the second-level cache */
 #define NK_PREFETCH_WRITE(address) __builtin_prefetch(address, 1)
 #else
 #define NK_INLINE static inline
 #define NK_NOINLINE static
 #define NK_PREFETCH(address) ((void)(address))
+#define NK_PREFETCH_FAR(address) ((void)(address))
 #define NK_PREFETCH_WRITE(address) ((void)(address))
 #endif
 
-/* Lines of memory that will be needed, fetched one by one while something else is computed. */
+/* malloc; null also where an address has fewer bits than the size. */
+NK_INLINE void *nk_allocate_(nk_size_t bytes) { return (size_t)bytes == bytes ? malloc((size_t)bytes) : NULL; }
+
+/* Set bits of a word. */
+NK_INLINE nk_u32_t nk_ones_(nk_u64_t bits) {
+#if defined(__GNUC__)
+    return (nk_u32_t)__builtin_popcountll(bits);
+#else
+    nk_u32_t count = 0;
+    for (; bits; bits &= bits - 1) ++count;
+    return count;
+#endif
+}
+
+/* Position of the lowest set bit of a word that is not zero. */
+NK_INLINE nk_u32_t nk_trailing_zeros_(nk_u64_t bits) {
+#if defined(__GNUC__)
+    return (nk_u32_t)__builtin_ctzll(bits);
+#else
+    nk_u32_t count = 0;
+    for (nk_u32_t step = 32; step; step /= 2) {
+        if (bits << (64 - step)) continue;
+        bits >>= step;
+        count += step;
+    }
+    return count;
+#endif
+}
+
+/* Contiguous memory that will be needed, fetched line by line while something else is computed. */
+typedef struct nk_coming_t {
+    nk_u8_t const *at, *end;
+} nk_coming_t;
+
+NK_INLINE void nk_fetch_coming_(nk_coming_t *coming, nk_size_t lines) {
+    for (; lines && coming->at < coming->end; --lines, coming->at += 64) NK_PREFETCH_FAR(coming->at);
+}
+
+/* Lines of memory that will be needed: single ones, and a contiguous range. */
 typedef struct nk_ahead_t {
     nk_u8_t const **lines;
     nk_size_t next, count;
+    nk_coming_t range;
 } nk_ahead_t;
 enum { nk_ahead_lines_k = 4096 };
 
 NK_INLINE void nk_fetch_lines_(nk_ahead_t *ahead, nk_size_t lines) {
     for (; lines && ahead->next != ahead->count; --lines) NK_PREFETCH(ahead->lines[ahead->next++]);
+    nk_fetch_coming_(&ahead->range, lines);
 }
 
 /* Lines to fetch in each of `steps` steps, so that they are spread evenly: a burst would hold up the kernel's own
  * loads. */
 NK_INLINE nk_size_t nk_fetch_share_(nk_ahead_t const *ahead, nk_size_t steps) {
-    return (ahead->count - ahead->next + steps - 1) / steps;
+    nk_size_t const range = (nk_size_t)(ahead->range.end - ahead->range.at) / 64;
+    return (ahead->count - ahead->next + range + steps - 1) / steps;
 }
 
 #ifdef __cplusplus

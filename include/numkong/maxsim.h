@@ -35,7 +35,12 @@ typedef struct nk_maxsim_pack_t {
 /* A scoring job: query sets [query_begin, query_end) of one packed collection against documents of another.
  * Without candidates, column c of the outputs is document document_begin + c and there are document_end -
  * document_begin columns. With candidates, column c of query set s is document candidates[(s - query_begin) *
- * candidate_count + c], and -1 is none: it scores like an empty document. */
+ * candidate_count + c], and -1 is none: it scores like an empty document.
+ *
+ * With floors, one per query set, a document whose score certainly stays below the floor (above it, for angular) may be
+ * left out: it scores -infinity (+infinity), its argmax is -1. So top-k spares what cannot reach it. Query sets of more
+ * than nk_floor_tokens_k tokens make no use of theirs. */
+enum { nk_floor_tokens_k = 32 };
 typedef struct nk_maxsim_corpus_t {
     void const *queries;
     void const *documents;
@@ -54,6 +59,7 @@ typedef struct nk_maxsim_corpus_t {
     void *token_scores;     /* optional, output dtype, same shape as argmax */
     nk_size_t score_stride; /* elements between rows of scores and bounds, at least the columns */
     nk_size_t token_stride; /* elements between columns of argmax and token_scores, at least the longest query */
+    nk_f64_t const *floors; /* optional, of query sets query_begin .. query_end */
 } nk_maxsim_corpus_t;
 
 /* clang-format off */
