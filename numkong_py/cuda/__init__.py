@@ -23,4 +23,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = found = getattr(import_module(_HOMES[name], __name__), name)
+    return found

@@ -15,16 +15,17 @@ import numpy as np
 
 from ..errors import BackendUnavailable, DeviceMismatch, ShapeMismatch, UnsupportedDtype
 from .compile import kernel
+from .kernels import DTYPE_IDS
 from .rows import best_row
 
 __all__ = ["CudaCollection", "as_tokens", "pack"]
 
-DTYPE_IDS = {"bf16": 0, "f16": 1, "f32": 2}
 STORED = {"bf16": np.dtype(np.uint16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 TYPES = {np.dtype(ml_dtypes.bfloat16): "bf16", **{stored: name for name, stored in STORED.items()}}
 MAX_DEPTH = 4096
 WORDS = 4096  # a chunk of pinned words
 STATS = struct.Struct("@5Qq4i")  # Params of token_stats.cu
+NORMALIZE = struct.Struct("@Qq2i")  # of normalize.cu
 TENSOR_MAP_TYPES = {"bf16": 9, "f16": 6, "f32": 6}  # CUtensorMapDataType; f32 streams its f16 plane
 
 
@@ -148,6 +149,7 @@ class CudaCollection:
         self.originals: cp.ndarray | None = None
         self._loud: np.ndarray | None = None  # what the device said of loudness, in host memory
         self._schedules: dict[Any, Any] = {}
+        self.recipes: dict[Any, Any] = {}  # prepared launches, see scoring.py
         self._maps: dict[int, bytes] = {}
         self._made: _Made | None = None
         if offsets is not None:
@@ -257,6 +259,15 @@ class CudaCollection:
         """Whether norms and loudness were computed."""
         return "_stats" in self.__dict__
 
+    def normalize(self) -> None:
+        """Divide every token by its norm; the collection's own memory, before anything was computed from it."""
+        with on_device(self.device_id):
+            tokens = self.plane if self.originals is None else self.originals
+            if tokens.size:
+                run = kernel("normalize.cu", self.row, self.device_id, 128, DTYPE=DTYPE_IDS[self.dtype])
+                parameters = NORMALIZE.pack(tokens.data.ptr, tokens.shape[0], self.depth, tokens.shape[1])
+                run.launch(min(-(-tokens.shape[0] // 8), 1 << 20), cp.cuda.get_current_stream().ptr, parameters)
+
     def prepare(self) -> None:
         """Queue what later calls need, on the current stream: norms, loudness, the f32 screen."""
         with on_device(self.device_id):
@@ -302,7 +313,7 @@ class CudaCollection:
         part.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         part.host_offsets = self.host_offsets[start : max(start, stop) + 1]
         part.count = len(part.host_offsets) - 1
-        part._schedules = {}
+        part._schedules, part.recipes = {}, {}
         if "_stats" in self.__dict__:
             squares, sets = self._stats
             part.__dict__["_stats"] = squares, sets[start : max(start, stop) + 1]

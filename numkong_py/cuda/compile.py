@@ -13,17 +13,27 @@ import os
 import re
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BackendUnavailable
 
-__all__ = ["Image", "Kernel", "architecture_option", "cache_directory", "compile_image", "kernel"]
+__all__ = [
+    "Image",
+    "Kernel",
+    "architecture_option",
+    "cache_directory",
+    "compile_image",
+    "compile_together",
+    "image_key",
+    "kernel",
+]
 
 HERE = Path(__file__).parent
-HEADERS = ("ptx.cuh", "forward.cuh")
 MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+PARAMETER_BYTES = 4096  # of a launch at most
 
 
 class Image(NamedTuple):
@@ -61,6 +71,15 @@ def _source(name: str) -> str:
     return (HERE / name).read_text()
 
 
+@cache
+def _headers(name: str) -> tuple[str, ...]:
+    """Files of this directory that a file includes, theirs as well."""
+    found: dict[str, None] = {}
+    for header in re.findall(r'^#include "(\w+\.cuh)"', _source(name), re.MULTILINE):
+        found.update(dict.fromkeys((header, *_headers(header))))
+    return tuple(found)
+
+
 def architecture_option(row: str, capability: int, supported: tuple[int, ...]) -> str:
     """NVRTC's ``-arch`` for a row on a device.
 
@@ -92,8 +111,9 @@ def compile_image(source: str, architecture: str, macros: dict[str, int]) -> Ima
 
     options = (f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v")
     options += tuple(f"-D{name}={value}" for name, value in sorted(macros.items()))
-    headers = tuple(_source(name).encode() for name in HEADERS)
-    program = nvrtc.createProgram(_source(source), source, headers, tuple(name.encode() for name in HEADERS))
+    names = _headers(source)
+    texts = tuple(_source(name).encode() for name in names)
+    program = nvrtc.createProgram(_source(source), source, texts, tuple(name.encode() for name in names))
     try:
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
@@ -110,18 +130,17 @@ def compile_image(source: str, architecture: str, macros: dict[str, int]) -> Ima
         nvrtc.destroyProgram(program)
 
 
-def _cached_code(source: str, architecture: str, macros: dict[str, int]) -> bytes:
+def image_key(source: str, architecture: str, macros: dict[str, int]) -> str:
+    """Name of a compiled kernel: its file and a hash of all that goes into it, the compiler's version included."""
     from cupy.cuda import nvrtc
 
-    parts = (
-        _source(source),
-        *map(_source, HEADERS),
-        architecture,
-        repr(sorted(macros.items())),
-        repr(nvrtc.getVersion()),
-    )
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    path = cache_directory() / f"{Path(source).stem}-{name[:40]}.image"
+    texts = (_source(source), *map(_source, _headers(source)))
+    parts = (*texts, architecture, repr(sorted(macros.items())), repr(nvrtc.getVersion()))
+    return f"{Path(source).stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
+
+
+def _cached_code(source: str, architecture: str, macros: dict[str, int]) -> bytes:
+    path = cache_directory() / f"{image_key(source, architecture, macros)}.image"
     try:
         stored = path.read_bytes()
     except OSError:
@@ -138,6 +157,34 @@ def _cached_code(source: str, architecture: str, macros: dict[str, int]) -> byte
     except OSError:
         pass  # a read-only or full disk only costs the next process its compile
     return code
+
+
+def _architecture(row: str, device: int) -> str:
+    import cupy
+    from cupy.cuda import nvrtc
+
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    return architecture_option(row, capability, tuple(nvrtc.getSupportedArchs()))
+
+
+def compile_together(source: str, row: str, device: int, forms: list[dict[str, int]]) -> None:
+    """Compile several forms of a file that is about to be used, side by side, into the cache."""
+    architecture = _architecture(row, device)
+    with ThreadPoolExecutor(len(forms)) as pool:
+        list(pool.map(lambda macros: _cached_code(source, architecture, macros), forms))
+
+
+class _Block(threading.local):
+    """Where a thread lays out the parameters of a launch; the driver copies them before a launch returns."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(PARAMETER_BYTES)
+        self.view = memoryview(self.memory).cast("B")
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.memory))
+        self.address = ctypes.addressof(self.pointer)
+
+
+_block = _Block()
 
 
 class Kernel:
@@ -161,18 +208,15 @@ class Kernel:
         self._function = self._module.get_function(name)
         self._pointer = self._function.ptr
         self._launch = driver.launchKernel
-        self._room = 512  # a struct may end in padding that `parameters` does not have
         self.threads, self.shared_bytes = threads, shared_bytes
-        if shared_bytes > 48 * 1024:
+        if shared_bytes:  # beyond 48 KiB together with what the kernel has of its own
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
 
-    def launch(self, grid: int, stream: int, parameters: bytes, rows: int = 1) -> None:
+    def launch(self, grid: int, stream: int, parameters: bytes | bytearray, rows: int = 1) -> None:
         """Queue `grid` x `rows` CTAs on a stream; `parameters` is the kernel's one struct."""
-        block = ctypes.create_string_buffer(parameters, self._room)
-        pointer = ctypes.c_void_p(ctypes.addressof(block))
-        self._launch(
-            self._pointer, grid, rows, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointer), 0
-        )  # fmt: skip
+        block = _block
+        block.view[: len(parameters)] = parameters
+        self._launch(self._pointer, grid, rows, 1, self.threads, 1, 1, self.shared_bytes, stream, block.address, 0)
 
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -201,11 +245,6 @@ def kernel(source: str, row: str, device: int, threads: int, shared_bytes: int =
         return found
     with _lock:
         if key not in _kernels:
-            import cupy
-            from cupy.cuda import nvrtc
-
-            capability = int(cupy.cuda.Device(device).compute_capability)
-            supported = tuple(nvrtc.getSupportedArchs())
-            code = _cached_code(source, architecture_option(row, capability, supported), macros)
+            code = _cached_code(source, _architecture(row, device), macros)
             _kernels[key] = Kernel(code, source.removesuffix(".cu"), threads, shared_bytes)
         return _kernels[key]

@@ -16,6 +16,10 @@ constexpr int M_TILES = ROWS == 256 ? 2 : 1;      // 64-row tiles a consumer war
 constexpr int CONSUMERS = ROWS / (64 * M_TILES);  // warpgroups
 constexpr int SUM_SLOTS = 4;
 constexpr bool MANY_REGISTERS = ROWS == 256;
+// 128 threads of the producer's warpgroup and 256 of the consumers' share 64512. A screen sums nothing; deep queries are loaded as well.
+constexpr int PRODUCER_REGISTERS = TILE_TOKENS == 128 ? 56 : MODE == MODE_SCREEN ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+constexpr u32 LOUD_CARRY = 0x27802780u, LOUD_BITS = 0x80008000u;  // carries into bit 15 of a bf16 that is 2^50 or more, or not finite
 constexpr int LAST_OF_DOCUMENT = 1, LAST_OF_ITEM = 2;
 
 struct Piece { i64 start; int count; int slot; };  // a document, or a part of one
@@ -35,10 +39,12 @@ struct alignas(64) Params {
     int* second_index;
     float* third;
     int* error;
+    u64* loud;                     // bf16, depth <= 128: `call` where a query holds a loud token (maxsim_sm80.cu), or null
+    u64 call;
     i64 document_count;
     float empty;
     int mean, query_count, query_length, query_groups, stride, slots, blocks, chunks, block_groups;
-    int stages, query_box;         // of the ring; rows of one box of query_map (maxsim_deep_sm90)
+    int stages, query_box, one;    // of the ring; rows of one box of query_map (maxsim_deep_sm90); 1
 };
 
 DEVICE int max3(int a, int b, int c) {  // opaque to NVVM, so that ptxas makes one VIMNMX3 of it
@@ -46,19 +52,36 @@ DEVICE int max3(int a, int b, int c) {  // opaque to NVVM, so that ptxas makes o
     asm("{\n\t.reg .s32 x;\n\tmax.s32 x, %2, %3;\n\tmax.s32 %0, %1, x;\n\t}" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
-// best = running max of float bits, pair = its column pair, first = the value of that pair's first column
-DEVICE void max_of_pair(int& best, int& pair, int& first, int v0, int v1, int j) {
+// Selections of the searches below: a predicated multiplication by 1. It runs beside the maxima and comparisons, on a pipe that they leave
+// free; plain moves would become SEL, on theirs. `one` is a parameter, so that the compiler cannot know it.
+//
+// bits = running max of float bits, column = the first column of its pair, first = the bits of that column's value
+DEVICE void max_of_pair(int& bits, int& column, int& first, int v0, int v1, int tile, int j, int one) {
     asm("{\n\t.reg .pred p;\n\t.reg .s32 x, n;\n\tmax.s32 x, %3, %4;\n\tmax.s32 n, %0, x;\n\tsetp.ne.s32 p, n, %0;\n\tmov.s32 %0, n;\n\t"
-        "selp.s32 %1, %5, %1, p;\n\tselp.s32 %2, %3, %2, p;\n\t}"
-        : "+r"(best), "+r"(pair), "+r"(first) : "r"(v0), "r"(v1), "r"(j));
+        "@p mad.lo.s32 %1, %5, %7, %6;\n\t@p mad.lo.s32 %2, %3, %7, 0;\n\t}"
+        : "+r"(bits), "+r"(column), "+r"(first) : "r"(v0), "r"(v1), "r"(tile), "r"(j), "r"(one));
+}
+// The same with four columns, of which the first three are kept; `other` is the largest maximum of the fours that do not hold the best.
+DEVICE void max_of_four(int& best, int& other, int& four, int (&kept)[4], int v0, int v1, int v2, int v3, int j, int one, int zero) {
+    asm("{\n\t.reg .pred p;\n\t.reg .s32 g, m, n;\n\tmax.s32 g, %7, %8;\n\tmax.s32 g, g, %9;\n\tmax.s32 g, g, %10;\n\t"
+        "min.s32 m, %0, g;\n\tmax.s32 n, %0, g;\n\tsetp.ne.s32 p, n, %0;\n\tmov.s32 %0, n;\n\tmax.s32 %1, %1, m;\n\t"
+        "@p mad.lo.s32 %2, %7, %13, %11;\n\t@p mad.lo.s32 %3, %7, %12, 0;\n\t@p mad.lo.s32 %4, %8, %12, 0;\n\t@p mad.lo.s32 %5, %9, %12, 0;\n\t"
+        "@p mad.lo.s32 %6, %10, %12, 0;\n\t}"
+        : "+r"(best), "+r"(other), "+r"(four), "+r"(kept[0]), "+r"(kept[1]), "+r"(kept[2]), "+r"(kept[3])
+        : "r"(v0), "r"(v1), "r"(v2), "r"(v3), "r"(j), "r"(one), "r"(zero));
 }
 
-struct Best { float value[2], second[2], third[2]; int index[2], second_index[2]; };  // rows lane/4 and lane/4 + 8
+struct Best {  // rows lane/4 and lane/4 + 8
+    float value[2], second[2], third[2];
+    int index[2], second_index[2];
+    int bits[2], first[2];  // MODE_ARGMAX until the end of a document: -1, and the best in `first`, where no value was above -0
+};
 DEVICE void reset(Best& b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         b.value[h] = b.second[h] = b.third[h] = negative_infinity();
         b.index[h] = b.second_index[h] = 0;
+        b.bits[h] = -1, b.first[h] = (int)NEGATIVE_INFINITY_BITS;
     }
 }
 DEVICE void insert(Best& b, int h, float value, int index) {
@@ -70,10 +93,18 @@ DEVICE void insert(Best& b, int h, float value, int index) {
     b.value[h] = first ? value : b.value[h];
 }
 
-// Accumulator element 4 j + 2 h + e is row lane/4 + 8 h, column 8 j + 2 (lane % 4) + e. `left` = valid columns - 2 (lane % 4).
+// Accumulator element 4 j + 2 h + e is row lane/4 + 8 h, column 8 j + 2 (lane % 4) + e.
 constexpr int PAIRS = TILE_TOKENS / 8;  // column pairs a thread holds of each of its two rows
-template <bool MASKED> DEVICE void reduce_tile(const float (&acc)[TILE_TOKENS / 2], Best& best, int left, int first_column) {
-#define VALUE(j, h, e) (!MASKED || (8 * (j) + (e) < left) ? acc[4 * (j) + 2 * (h) + (e)] : negative_infinity())
+
+// Columns that a tile does not have: `left` = valid columns - 2 (lane % 4).
+DEVICE void mask_tile(float (&acc)[TILE_TOKENS / 2], int left) {
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS / 2; ++i)
+        if (8 * (i / 4) + (i & 1) >= left) acc[i] = negative_infinity();
+}
+
+DEVICE void reduce_tile(const float (&acc)[TILE_TOKENS / 2], Best& best, int first_column, int one) {
+#define VALUE(j, h, e) acc[4 * (j) + 2 * (h) + (e)]
 #define BITS(j, h, e) __float_as_int(VALUE(j, h, e))
     if constexpr (MODE == MODE_SCORE) {
         // Floats with a clear sign order like their bits as signed integers and beat every negative one, so a signed max >= 0 is the float
@@ -101,47 +132,72 @@ template <bool MASKED> DEVICE void reduce_tile(const float (&acc)[TILE_TOKENS / 
         best.value[0] = __int_as_float(c[0]);
         best.value[1] = __int_as_float(c[1]);
     } else if constexpr (MODE == MODE_ARGMAX) {
-        int t[2], pair[2], first[2];
+        // Bits below 0 stand for no value yet: no negative float's bits exceed -1, so negative ones are looked at apart, and rarely.
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                max_of_pair(best.bits[h], best.index[h], best.first[h], BITS(j, h, 0), BITS(j, h, 1), first_column, 8 * j, one);
+    } else {  // the screen's values are finite; a second best below zero counts as zero, which bounds it
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            t[h] = (int)0x80000000, pair[h] = 0, first[h] = 0;
+            int t = -1, other = -1, four = 0, kept[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int j = 0; j < PAIRS; ++j) max_of_pair(t[h], pair[h], first[h], BITS(j, h, 0), BITS(j, h, 1), j);
-        }
-        const bool negative = __any_sync(FULL_WARP, (t[0] | t[1]) < 0);
+            for (int j = 0; j < PAIRS; j += 2) max_of_four(t, other, four, kept, BITS(j, h, 0), BITS(j, h, 1), BITS(j + 1, h, 0), BITS(j + 1, h, 1), j, one, one - 1);
+            int place = kept[2] == t ? 2 : 3;  // the lowest of the four that holds the maximum
+            if (kept[1] == t) place = 1;
+            if (kept[0] == t) place = 0;
+            const int rest = max3(other, place == 0 ? kept[1] : kept[0], place <= 1 ? kept[2] : kept[1]);
+            float value = __int_as_float(t), second = __int_as_float(max3(rest, place == 3 ? kept[2] : kept[3], 0));
+            int column = 8 * four + 8 * (place >> 1) + (place & 1);
+            if (__any_sync(FULL_WARP, t < 0) && t < 0) {
+                value = second = negative_infinity(), column = 0;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float value = __int_as_float(t[h]);
-            int column = 8 * pair[h] + (first[h] != t[h] ? 1 : 0);
-            if (negative && t[h] < 0) {
-                value = negative_infinity(), column = 0;
+                for (int j = 0; j < PAIRS; ++j)
 #pragma unroll
-                for (int j = 0; j < PAIRS; ++j) {
-                    const float v0 = VALUE(j, h, 0), v1 = VALUE(j, h, 1);
-                    if (v0 > value) value = v0, column = 8 * j;
-                    if (v1 > value) value = v1, column = 8 * j + 1;
-                }
+                    for (int e = 0; e < 2; ++e) {
+                        const float v = VALUE(j, h, e);
+                        second = fmaxf(second, fminf(value, v));
+                        if (v > value) value = v, column = 8 * j + e;
+                    }
             }
-            if (!(value <= best.value[h]) && best.value[h] == best.value[h]) best.value[h] = value, best.index[h] = first_column + column;
-        }
-    } else {  // the screen's values are finite
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float value = negative_infinity(), second = value, first = 0.0f;
-            int pair = 0;
-#pragma unroll
-            for (int j = 0; j < PAIRS; ++j) {
-                const float v0 = VALUE(j, h, 0), v1 = VALUE(j, h, 1), high = fmaxf(v0, v1);
-                second = fmaxf(fmaxf(second, fminf(v0, v1)), fminf(value, high));
-                if (high > value) pair = j, first = v0;
-                value = fmaxf(value, high);
-            }
-            insert(best, h, value, first_column + 8 * pair + (first != value ? 1 : 0));
+            insert(best, h, value, first_column + column);
             best.third[h] = fmaxf(best.third[h], second);  // its token is not kept: it counts as a third
         }
     }
-#undef VALUE
 #undef BITS
+}
+
+// MODE_ARGMAX: rows that have seen no value above -0 keep their best as a float in `first`.
+DEVICE void look_at_negatives(const float (&acc)[TILE_TOKENS / 2], Best& best, int first_column) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (best.bits[h] < 0 && VALUE(j, h, e) > __int_as_float(best.first[h]))
+                    best.first[h] = __float_as_int(VALUE(j, h, e)), best.index[h] = first_column + 8 * j + e;
+#undef VALUE
+}
+
+// All m-tiles of a tile of documents: what lies beyond it masked, then the search.
+DEVICE void reduce_tiles(float (&acc)[M_TILES][TILE_TOKENS / 2], Best (&best)[M_TILES], const int4& tile, int quad, int one) {
+    if (tile.x < TILE_TOKENS) {
+#pragma unroll
+        for (int t = 0; t < M_TILES; ++t) mask_tile(acc[t], tile.x - quad);
+    }
+#pragma unroll
+    for (int t = 0; t < M_TILES; ++t) reduce_tile(acc[t], best[t], tile.w + quad, one);
+    if constexpr (MODE == MODE_ARGMAX) {
+        int bits = 0;
+#pragma unroll
+        for (int t = 0; t < M_TILES; ++t) bits |= best[t].bits[0] | best[t].bits[1];
+        if (__any_sync(FULL_WARP, bits < 0)) {
+#pragma unroll
+            for (int t = 0; t < M_TILES; ++t) look_at_negatives(acc[t], best[t], tile.w + quad);
+        }
+    }
 }
 
 // Which queries a warp's 16-row groups belong to, one entry per m-tile.
@@ -200,6 +256,16 @@ DEVICE float spread_maxima(const Best (&best)[M_TILES], int lane) {
 }
 
 DEVICE void finish_document(const Params& p, Best (&best)[M_TILES], const Rows& rows, double* sums, int group, int slot, int count, int lane) {
+    if constexpr (MODE == MODE_ARGMAX) {
+#pragma unroll
+        for (int t = 0; t < M_TILES; ++t)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const bool some = best[t].bits[h] >= 0;
+                best[t].value[h] = __int_as_float(some ? best[t].bits[h] : best[t].first[h]);
+                if (some && best[t].first[h] != best[t].bits[h]) ++best[t].index[h];
+            }
+    }
     const bool per_token = MODE != MODE_SCORE || p.token_scores;
     if (per_token) {
 #pragma unroll
@@ -208,7 +274,7 @@ DEVICE void finish_document(const Params& p, Best (&best)[M_TILES], const Rows& 
             write_tokens(p, best[t], rows, t, slot, count, lane);
         }
     }
-    if (p.scores) {
+    if (MODE != MODE_SCREEN && p.scores) {
         const int t = M_TILES == 2 ? lane >> 1 & 1 : 0, row = (lane >> 2) + 8 * (lane & 1);
         const int token = t ? rows.token[M_TILES - 1] : rows.token[0], valid = t ? rows.count[M_TILES - 1] : rows.count[0];
         float value = spread_maxima(best, lane);
@@ -324,9 +390,10 @@ struct SumPlace { int slot; u32 phase; };
 DEVICE void end_document(const Params& p, const Sums& sums, SumPlace& place, Best (&best)[M_TILES], const Rows& rows, const int4& tile, int group,
                          int warp, int lane) {
     const int count = tile.w + tile.x;
-    if (p.scores && !barrier_wait(sums.empty + 8 * place.slot, place.phase ^ 1u)) *p.error = 4;
+    const bool summed = MODE != MODE_SCREEN && p.scores;
+    if (summed && !barrier_wait(sums.empty + 8 * place.slot, place.phase ^ 1u)) *p.error = 4;
     finish_document(p, best, rows, sums.value[place.slot], group, tile.z, count, lane);
-    if (!p.scores) return;
+    if (!summed) return;
     if (warp == 0 && lane == 0) sums.document[place.slot] = make_int4(tile.z, tile.y, count, 0);
     __syncwarp();
     if (lane == 0) barrier_arrive(sums.full + 8 * place.slot);

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ARGMAX", "MAX_QUERY_ROWS", "SCORE", "SCREEN", "Variant", "all_variants", "forward"]
+__all__ = ["ARGMAX", "DEPTH_CLASSES", "MAX_QUERY_ROWS", "SCORE", "SCREEN", "Variant", "all_variants", "forward"]
 
 SCORE, ARGMAX, SCREEN = 0, 1, 2  # MODE of forward.cuh
 MAX_QUERY_ROWS = 256  # of a CTA, every variant
@@ -15,6 +15,7 @@ SHARED_BYTES = 227 * 1024  # a CTA of compute capability 9.0 at most
 STATIC_BYTES = 4 * 1024  # barriers, sums, and what aligning the ring costs
 RING_BYTES = 192 * 1024  # 64-token stages of 8 or 16 KiB
 RESIDENT_BYTES = 128 * 1024
+DEPTH_CLASSES = (64, 96, 128, 256, 512, 1024, 4096)  # depths that between them pick every variant
 
 
 class Variant(NamedTuple):
@@ -66,7 +67,8 @@ def _rows(query_rows: int) -> int:
 
 def _shallow(rows: int, stride: int, mode: int) -> Variant:
     """Queries in registers. Two CTAs of 64 rows hide each other's ends; an index a row does not fit theirs."""
-    steps = next(steps for steps in (4, 6, 8) if stride <= 16 * steps)  # so that no new depth compiles anything
+    classes = (4, 6, 8) if rows == 256 else (4, 8)  # up to 128 rows memory is the limit, not k-steps over zeros
+    steps = next(steps for steps in classes if stride <= 16 * steps)  # so that no new depth compiles anything
     ctas = 2 if rows == 64 and mode == SCORE else 1
     ring = RING_BYTES // ctas
     stages = ring // (8192 * ((steps + 3) // 4))

@@ -73,12 +73,7 @@ DEVICE void consume(const Params& p, const Ring& ring, const Sums& sums, const R
                 if (++stage == p.stages) { stage = 0; phase ^= 1u; }
             }
             if (__any_sync(FULL_WARP, failed)) { *p.error = 2; tile.y = LAST_OF_DOCUMENT | LAST_OF_ITEM; }
-            const int quad = 2 * (lane & 3);
-#pragma unroll
-            for (int t = 0; t < M_TILES; ++t) {
-                if (tile.x >= TILE_TOKENS) reduce_tile<false>(acc[t], best[t], 0, tile.w + quad);
-                else reduce_tile<true>(acc[t], best[t], tile.x - quad, tile.w + quad);
-            }
+            reduce_tiles(acc, best, tile, 2 * (lane & 3), p.one);
             if (tile.y & LAST_OF_DOCUMENT) end_document(p, sums, place, best, rows, tile, group, warp, lane);
         } while (!(tile.y & LAST_OF_ITEM));
         if (RESIDENT && lane == 0) barrier_arrive(resident.empty);
@@ -107,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 128 + 128, 1) maxsim_de
     __syncthreads();
 
     if (warp >= CONSUMERS * 4) {
-        if constexpr (MANY_REGISTERS) registers_shrink<40>();  // 40 * 128 + 232 * 256 = 64512 <= 65536
+        if constexpr (MANY_REGISTERS) registers_shrink<PRODUCER_REGISTERS>();
         if (warp == CONSUMERS * 4 && lane == 0) {
             prefetch_map(&p.map);
             prefetch_map(&p.query_map);
@@ -134,9 +129,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 128 + 128, 1) maxsim_de
             };
             produce(p, ring, p.stages, steps, STAGE_BYTES, begin_item, load);
         }
-        if (warp == CONSUMERS * 4 + 1 && p.scores) sum_queries(p, sums, lane);
+        if (MODE != MODE_SCREEN && warp == CONSUMERS * 4 + 1 && p.scores) sum_queries(p, sums, lane);
     } else {
-        if constexpr (MANY_REGISTERS) registers_grow<232>();
+        if constexpr (MANY_REGISTERS) registers_grow<CONSUMER_REGISTERS>();
         consume(p, ring, sums, resident, steps, warp, lane);
     }
 }

@@ -33,6 +33,15 @@ DEVICE void load_queries(const Params& p, u32 (&a)[M_TILES][KSTEPS][4], Rows& ro
                 a[t][k][h + 2] = valid && 16 * k + 8 < p.stride ? *reinterpret_cast<const u32*>(row + 16 * k + 8) : 0u;
             }
         }
+    if constexpr (!BF16) return;
+    if (!p.loud) return;
+#pragma unroll
+    for (int t = 0; t < M_TILES; ++t) {
+        u32 carry = 0;
+#pragma unroll
+        for (int i = 0; i < 4 * KSTEPS; ++i) carry |= (a[t][i >> 2][i & 3] & ~LOUD_BITS) + LOUD_CARRY;
+        if (__any_sync(FULL_WARP, carry & LOUD_BITS) && lane == 0 && rows.query[t] < p.query_count) p.loud[rows.query[t]] = p.call;
+    }
 }
 
 DEVICE void issue_tile(float (&acc)[M_TILES][32], const u32 (&a)[M_TILES][KSTEPS][4], u64 descriptor) {
@@ -82,12 +91,7 @@ DEVICE void consume(const Params& p, const Ring& ring, const Sums& sums, int war
         __syncwarp();
         if (lane == 0) barrier_arrive(ring.empty + 8 * retired);
         if (++retired == STAGES) retired = 0;
-        const int quad = 2 * (lane & 3);
-#pragma unroll
-        for (int t = 0; t < M_TILES; ++t) {
-            if (tile.x >= 64) reduce_tile<false>(acc[t], best[t], 0, tile.w + quad);
-            else reduce_tile<true>(acc[t], best[t], tile.x - quad, tile.w + quad);
-        }
+        reduce_tiles(acc, best, tile, 2 * (lane & 3), p.one);
         if (tile.y & LAST_OF_DOCUMENT) end_document(p, sums, place, best, rows, tile, group, warp, lane);
     };
 
@@ -123,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 128 + 128, CTAS) maxsim
     __syncthreads();
 
     if (warp >= CONSUMERS * 4) {
-        if constexpr (MANY_REGISTERS) registers_shrink<40>();  // 40 * 128 + 232 * 256 = 64512 <= 65536
+        if constexpr (MANY_REGISTERS) registers_shrink<PRODUCER_REGISTERS>();
         if (warp == CONSUMERS * 4 && lane == 0) {
             prefetch_map(&p.map);
             auto load = [&](int stage, int, int token) {
@@ -133,9 +137,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 128 + 128, CTAS) maxsim
             };
             produce(p, ring, STAGES, 1, STAGE_BYTES, [](int) {}, load);
         }
-        if (warp == CONSUMERS * 4 + 1 && p.scores) sum_queries(p, sums, lane);
+        if (MODE != MODE_SCREEN && warp == CONSUMERS * 4 + 1 && p.scores) sum_queries(p, sums, lane);
     } else {
-        if constexpr (MANY_REGISTERS) registers_grow<232>();
+        if constexpr (MANY_REGISTERS) registers_grow<CONSUMER_REGISTERS>();
         consume(p, ring, sums, warp, lane);
     }
 }

@@ -45,6 +45,8 @@ struct Params {
     Score* scores;                // [query count, slots]
     Score* token_scores;          // [query count, slots, length], or null; `refined`: holds what refine_f32 found
     int* argmax;                  // same shape
+    const u64* loud;              // a query is loud where this is `call` (maxsim_forward_sm90), or null
+    u64 call;
     double empty;
     i64 slots, items;
     int metric, mean, depth, refined, pairs, only_loud, queries_an_item;
@@ -278,6 +280,10 @@ DEVICE void take_refined(const Params& p, const Item& item, Shared& s, int first
 // Whether a query of the item could hold a loud token: an element of 2^50 or more, or one that is not finite.
 DEVICE bool may_be_loud(const Params& p, const Item& item) {
     bool loud = false;
+    if (p.loud) {
+        for (int q = 0; q < item.queries; ++q) loud |= p.loud[item.query + q] == p.call;
+        return loud;
+    }
     if (p.queries.sets) {
         for (int q = 0; q < item.queries; ++q) loud |= p.queries.sets[item.query + q].z != 0.0f;
         return loud;

@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from ..arrays import Collection, read_indices
-from ..errors import DeviceMismatch, IndexOutOfRange, InvalidArgument, ShapeMismatch, UnsupportedDtype
+from ..errors import DeviceMismatch, IndexOutOfRange, ShapeMismatch, UnsupportedDtype
 from ..layout import Contents
 from . import search
 from .collection import STORED, CudaCollection, on_device
@@ -17,7 +17,7 @@ from .collection import pack as pack_arrays
 from .scoring import METRICS, Scores
 from .scoring import score as score_collections
 
-__all__ = ["check_output", "first_nonfinite", "pack", "read_candidates", "score", "topk", "unpack"]
+__all__ = ["adopt", "check_output", "first_nonfinite", "pack", "read_candidates", "score", "topk", "unpack"]
 
 METRIC_NAMES = {number: name for name, number in METRICS.items()}
 
@@ -42,20 +42,30 @@ def _host_tokens(collection: Collection) -> np.ndarray:
 
 def pack(row: Any, collection: Collection, normalize: bool) -> Contents:
     """Pack a collection of device arrays, or copy one of host arrays to the current device."""
+    packed = _collection_of(row, collection, copy=True)
     if normalize:
-        raise InvalidArgument(
-            f"normalize: row {row.name!r} packs tokens as they are; "
-            "divide them by their norms first, or score with metric='cosine'"
-        )
+        packed.normalize()
+    packed.prepare()
+    return _contents(row, packed)
+
+
+def adopt(row: Any, collection: Collection) -> Contents:
+    """Take device arrays for one call, where they lie if they can be read there."""
+    return _contents(row, _collection_of(row, collection, copy=False))
+
+
+def _contents(row: Any, packed: CudaCollection) -> Contents:
+    return Contents(row, packed, packed, packed.dtype, packed.depth, packed.host_offsets, packed.device)
+
+
+def _collection_of(row: Any, collection: Collection, copy: bool) -> CudaCollection:
     if collection.device == "cpu":
         tokens, extras = cp.asarray(_host_tokens(collection)), {"offsets": collection.offsets}
     else:
         tokens, extras = collection.source, dict(collection.extras)
         if "mask" in extras and getattr(tokens, "ndim", 0) == 2:  # one set with a mask of its own
             tokens, extras["mask"] = tokens[None], extras["mask"][None]
-    packed = pack_arrays(tokens, dtype=collection.dtype, row=row.name, **extras)
-    packed.prepare()
-    return Contents(row, packed, packed, packed.dtype, packed.depth, packed.host_offsets, packed.device)
+    return pack_arrays(tokens, dtype=collection.dtype, row=row.name, copy=copy, **extras)
 
 
 def unpack(contents: Contents, begin: int, end: int) -> cp.ndarray:

@@ -80,6 +80,10 @@ class CudaRow:
         """Pack a collection on its device."""
         return _packed().pack(self, collection, normalize)
 
+    def adopt(self, collection: Any) -> Any:
+        """Take device arrays for one call, with nothing copied or computed that scoring may not need."""
+        return _packed().adopt(self, collection)
+
     def unpack(self, contents: Any, begin: int, end: int) -> Any:
         """Tokens begin .. end as they were given (bf16 as its bits)."""
         return _packed().unpack(contents, begin, end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 from collections.abc import Iterator
@@ -13,27 +14,36 @@ import numpy as np
 
 from ..errors import DeviceMismatch, InvalidArgument, NumKongError, ShapeMismatch, UnsupportedDtype
 from . import launch_table
-from .collection import DTYPE_IDS, CudaCollection, on_device, pack, pinned_word
-from .compile import Kernel, kernel
+from .collection import CudaCollection, on_device, pack, pinned_word
+from .compile import Kernel, compile_together, kernel
+from .kernels import DTYPE_IDS
 from .launch_table import Variant
 from .plan import Pieces, balance, chunk_count, cut_documents, deal_documents
 
-__all__ = ["Scores", "score", "warmup"]
+__all__ = ["Scores", "keep", "multiprocessors", "score", "warmup", "winners"]
 
 METRICS = {"dot": 0, "cosine": 1, "angular": 2}
 SCRATCH_BYTES = 256 << 20  # token maxima of pieces kept at a time; more queries go in several launches
 # A second, on an H200 (the ceilings in bench/results); only to weigh a second kernel against idle CTAs.
 MATRIX_FLOPS, MEMORY_BYTES = 7e14, 4.2e12
-SECOND_KERNEL_SECONDS = 4e-6
+SECOND_KERNEL_SECONDS, SECOND_KERNEL_GROUPS = 4e-6, 6e9  # a launch; groups of 16 query tokens a second
 
-FORWARD = struct.Struct("@128s128s13Qqf11i")  # Params of forward.cuh
+FORWARD = struct.Struct("@128s128s15Qqf12i")  # Params of forward.cuh
 COMBINE = struct.Struct("@9Qqf4i")  # of combine.cu
+# What changes from call to call, and where it stands in those structs.
+QUERY_MAP_AT, FORWARD_QUERIES_AT, FORWARD_OUTPUTS_AT, FORWARD_LOUD_AT = 128, 256, 256 + 6 * 8, 256 + 13 * 8
+COMBINE_OFFSETS_AT, COMBINE_OUTPUTS_AT = 4 * 8, 6 * 8
+OUTPUTS = struct.Struct("@3Q")  # scores, token scores, argmax
+GENERAL_QUERIES, GENERAL_CALL = struct.Struct("@5Q"), struct.Struct("@5Q")  # of a side; outputs and loud flags
+PAIR, ONE = struct.Struct("@2Q"), struct.Struct("@Q")
+GENERAL_OUTPUTS_AT = 2 * 56 + 8
 REFINE = struct.Struct("@15Qq4i")  # of refine_f32.cu
-GENERAL = struct.Struct("@5Qq2i5Qq2i4Qd2q7i")  # of maxsim_sm80.cu
+GENERAL = struct.Struct("@5Qq2i5Qq2i6Qd2q7i")  # of maxsim_sm80.cu
 GENERAL_SHARED_BYTES = 2 * 16384 + 1024 + 40 * 1024  # stages, alignment, struct Shared
 GENERAL_THREADS = 128
-COMBINE_THREADS = 512
-REFINE_THREADS = 256
+GENERAL_CTAS, LOUD_CTAS = 24, 3  # a multiprocessor; hardly any is loud
+COMBINE_THREADS = 256, 1024  # least and most
+REFINE_THREADS, REFINE_TOGETHER = 256, 16  # documents that half a warp takes together
 SCAN_ELEMENTS = 64 * 256  # of a query: up to here every CTA looks for loud tokens itself
 
 
@@ -105,6 +115,11 @@ def _device(index: int) -> _Device:
     return _devices[index]
 
 
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return _device(device).multiprocessors
+
+
 def _raise_device_error(index: int) -> None:
     word = _device(index).error
     if word[0]:
@@ -154,7 +169,16 @@ def _schedule(documents: CudaCollection, chunks: int, cut: bool, tile: int) -> S
     return documents._schedules[key]
 
 
-def _forward_kernel(variant: Variant, mode: int, dtype: str, device: int) -> Kernel:
+@cache
+def _compile_siblings(mode: int, dtype: str, device: int, stride: int) -> None:
+    """Compile what other numbers of query rows would run at this depth, so that only a first call waits."""
+    variants = launch_table.all_variants(mode, (stride,))
+    source = next(iter(variants)).source
+    compile_together(source, "sm90", device, [variant.macros(mode, dtype) for variant in variants])
+
+
+def _forward_kernel(variant: Variant, mode: int, dtype: str, device: int, stride: int) -> Kernel:
+    _compile_siblings(mode, dtype, device, stride)
     return kernel(variant.source, "sm90", device, variant.threads, variant.shared_bytes, **variant.macros(mode, dtype))
 
 
@@ -163,7 +187,7 @@ def _plan(queries: CudaCollection, documents: CudaCollection, mode: int) -> Laun
     groups = (queries.longest + 15) // 16
     total = queries.count * groups
     variant = launch_table.forward(total * 16, documents.stride, mode)
-    run = _forward_kernel(variant, mode, documents.dtype, documents.device_id)
+    run = _forward_kernel(variant, mode, documents.dtype, documents.device_id, documents.stride)
     most = _device(documents.device_id).multiprocessors * variant.ctas
     whole = variant.groups // groups * groups  # groups of whole queries a CTA holds
     if mode != launch_table.SCREEN and whole and (total <= whole or whole >= 0.85 * variant.groups):
@@ -175,7 +199,8 @@ def _plan(queries: CudaCollection, documents: CudaCollection, mode: int) -> Laun
         busy = balance(documents.lengths, chunks, variant.tile_tokens) * min(1.0, blocks * chunks / most)
         if memory > compute and documents.count >= most:
             busy = 1.0  # memory is, whichever CTA asks
-        if max(compute, memory) * (1.0 / busy - 1.0) <= SECOND_KERNEL_SECONDS:
+        second = SECOND_KERNEL_SECONDS + queries.count * documents.count * groups / SECOND_KERNEL_GROUPS
+        if max(compute, memory) * (1.0 / busy - 1.0) <= second:
             schedule = _schedule(documents, chunks, False, variant.tile_tokens)
             return Launch(run, variant, blocks, whole, chunks, min(blocks * chunks, most), False, schedule)
     blocks = -(-total // variant.groups)
@@ -193,6 +218,38 @@ def _planned(queries: CudaCollection, documents: CudaCollection, mode: int) -> L
     return launch
 
 
+def _query_box(queries: CudaCollection, documents: CudaCollection, variant: Variant) -> int:
+    """Rows of a box of the queries' tensor map: a CTA's where they lie side by side, else those of a group."""
+    if documents.stride <= 128:
+        return 0
+    side_by_side = queries.uniform and (queries.longest % 16 == 0 or queries.count == 1)
+    return variant.rows if side_by_side else 16
+
+
+def _forward_parameters(
+    launch: Launch,
+    queries: CudaCollection,
+    documents: CudaCollection,
+    options: Options,
+    slots: int,
+    scores: cp.ndarray | None,
+    per_token: tuple[cp.ndarray | None, ...],
+    candidates: cp.ndarray | None,
+) -> bytes:
+    box = _query_box(queries, documents, launch.variant)
+    schedule = launch.schedule
+    return FORWARD.pack(
+        documents.tensor_map(64), queries.tensor_map(box) if box else b"",
+        queries.plane.data.ptr, queries.offsets_pointer,
+        schedule.pieces.data.ptr if schedule else 0, schedule.chunk_begin.data.ptr if schedule else 0,
+        _pointer(candidates), 0 if schedule else documents.offsets.data.ptr,
+        _pointer(scores), *map(_pointer, per_token), _device(documents.device_id).error_pointer, 0, 0, documents.count,
+        options.empty, options.mean, queries.count, queries.longest, (queries.longest + 15) // 16, queries.stride,
+        slots,
+        launch.blocks, launch.chunks, launch.block_groups, launch.variant.stages, box, 1,
+    )  # fmt: skip
+
+
 def _launch_forward(
     launch: Launch,
     queries: CudaCollection,
@@ -203,21 +260,7 @@ def _launch_forward(
     per_token: tuple[cp.ndarray | None, ...],
     candidates: cp.ndarray | None = None,
 ) -> None:
-    box, query_map = 0, b""
-    if documents.stride > 128:
-        side_by_side = queries.uniform and (queries.longest % 16 == 0 or queries.count == 1)
-        box = launch.variant.rows if side_by_side else 16
-        query_map = queries.tensor_map(box)
-    schedule = launch.schedule
-    parameters = FORWARD.pack(
-        documents.tensor_map(64), query_map, queries.plane.data.ptr, queries.offsets_pointer,
-        schedule.pieces.data.ptr if schedule else 0, schedule.chunk_begin.data.ptr if schedule else 0,
-        _pointer(candidates), 0 if schedule else documents.offsets.data.ptr,
-        _pointer(scores), *map(_pointer, per_token), _device(documents.device_id).error_pointer, documents.count,
-        options.empty, options.mean, queries.count, queries.longest, (queries.longest + 15) // 16, queries.stride,
-        slots,
-        launch.blocks, launch.chunks, launch.block_groups, launch.variant.stages, box,
-    )  # fmt: skip
+    parameters = _forward_parameters(launch, queries, documents, options, slots, scores, per_token, candidates)
     launch.run.launch(launch.grid, options.stream, parameters)
 
 
@@ -227,25 +270,94 @@ def _per_token(out: Outputs) -> tuple[cp.ndarray | None, ...]:
     return token_scores, out.argmax, None, None, None
 
 
-def _forward(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs) -> None:
-    """All pairs of bf16 or f16 sets, dot."""
-    launch = _planned(queries, documents, launch_table.SCORE if out.argmax is None else launch_table.ARGMAX)
+class Loud(NamedTuple):
+    """Where the forward kernel says which queries hold a loud token: `call`, which no other call writes, so that the
+    flags need no zeros before. Without flags the queries' norms tell, or the recomputing kernel looks for itself.
+    """
+
+    flags: cp.ndarray | None
+    call: int
+
+
+UNFLAGGED = Loud(None, 0)
+_calls = itertools.count(1)
+
+
+def _loud_flags(count: int) -> Loud:
+    return Loud(_scratch((count,), np.uint64), next(_calls))
+
+
+class Recipe(NamedTuple):
+    """All launches of a shape, with parameters that lack only what changes from call to call: pointers."""
+
+    launch: Launch
+    box: int  # rows of a box of the queries' tensor map; 0 where queries are read without one
+    forward: bytes
+    scratch: tuple[int, ...] | None  # shape of the pieces' token maxima
+    combine: Kernel | None
+    combine_grid: int
+    combine_parameters: bytes
+
+
+def _recipe(queries: CudaCollection, documents: CudaCollection, options: Options, argmax: bool) -> Recipe:
+    key = (queries.count, queries.longest, queries.uniform, argmax, options.mean, options.empty)
+    found = documents.recipes.get(key)
+    if found is None:
+        found = documents.recipes[key] = _make_recipe(queries, documents, options, argmax)
+    return found
+
+
+def _make_recipe(queries: CudaCollection, documents: CudaCollection, options: Options, argmax: bool) -> Recipe:
+    launch = _planned(queries, documents, launch_table.ARGMAX if argmax else launch_table.SCORE)
+    schedule, box = launch.schedule, _query_box(queries, documents, launch.variant)
+    slots = schedule.count if launch.cut else documents.count
+    forward = _forward_parameters(launch, queries, documents, options, slots, None, (None,) * 5, None)
     if not launch.cut:
-        _launch_forward(launch, queries, documents, options, documents.count, out.scores, _per_token(out))
-        return
-    schedule = launch.schedule
-    shape = (queries.count, schedule.count, queries.longest)
-    maxima = _scratch(shape, np.float32)
-    argmax = None if out.argmax is None else _scratch(shape, np.int32)
-    _launch_forward(launch, queries, documents, options, schedule.count, None, (maxima, argmax, None, None, None))
+        return Recipe(launch, box, forward, None, None, 0, b"")
     items = queries.count * documents.count
     parameters = COMBINE.pack(
-        maxima.data.ptr, _pointer(argmax), schedule.piece_begin.data.ptr, schedule.base.data.ptr,
-        queries.offsets_pointer, documents.offsets.data.ptr, out.scores.data.ptr, _pointer(out.token_scores),
-        _pointer(out.argmax), items, options.empty, options.mean, documents.count, schedule.count, queries.longest,
+        0, 0, schedule.piece_begin.data.ptr, schedule.base.data.ptr, 0, documents.offsets.data.ptr, 0, 0, 0,
+        items, options.empty, options.mean, documents.count, schedule.count, queries.longest,
     )  # fmt: skip
-    combine = kernel("combine.cu", documents.row, documents.device_id, COMBINE_THREADS)
-    combine.launch(min(items, 1 << 20), options.stream, parameters)
+    groups, (least, most) = (queries.longest + 15) // 16, COMBINE_THREADS
+    threads = min(max(least, -(-groups // 2) * 32), most)
+    combine = kernel("combine.cu", documents.row, documents.device_id, threads)
+    grid = min(-(-items // max(1, threads // 16 // groups)), 1 << 20)
+    return Recipe(launch, box, forward, (queries.count, slots, queries.longest), combine, grid, parameters)
+
+
+def _forward(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs, loud: Loud) -> None:
+    """All pairs of bf16 or f16 sets, dot."""
+    recipe = _recipe(queries, documents, options, out.argmax is not None)
+    query_map = queries.tensor_map(recipe.box) if recipe.box else b""
+    _run_recipe(recipe, queries.plane.data.ptr, queries.offsets_pointer, query_map, out, options.stream, loud)
+
+
+def _run_recipe(
+    recipe: Recipe, queries: int, query_offsets: int, query_map: bytes, out: Outputs, stream: int, loud: Loud
+) -> None:
+    parameters = bytearray(recipe.forward)
+    PAIR.pack_into(parameters, FORWARD_QUERIES_AT, queries, query_offsets)
+    PAIR.pack_into(parameters, FORWARD_LOUD_AT, _pointer(loud.flags), loud.call)
+    if query_map:
+        parameters[QUERY_MAP_AT : QUERY_MAP_AT + len(query_map)] = query_map
+    launch = recipe.launch
+    if recipe.combine is None:
+        token_scores = _pointer(_per_token(out)[0])
+        OUTPUTS.pack_into(parameters, FORWARD_OUTPUTS_AT, out.scores.data.ptr, token_scores, _pointer(out.argmax))
+        launch.run.launch(launch.grid, stream, parameters)
+        return
+    maxima = _scratch(recipe.scratch, np.float32)
+    argmax = None if out.argmax is None else _scratch(recipe.scratch, np.int32)
+    OUTPUTS.pack_into(parameters, FORWARD_OUTPUTS_AT, 0, maxima.data.ptr, _pointer(argmax))
+    launch.run.launch(launch.grid, stream, parameters)
+    parameters = bytearray(recipe.combine_parameters)
+    PAIR.pack_into(parameters, 0, maxima.data.ptr, _pointer(argmax))
+    ONE.pack_into(parameters, COMBINE_OFFSETS_AT, query_offsets)
+    OUTPUTS.pack_into(
+        parameters, COMBINE_OUTPUTS_AT, out.scores.data.ptr, _pointer(out.token_scores), _pointer(out.argmax)
+    )
+    recipe.combine.launch(recipe.combine_grid, stream, parameters)
 
 
 def _forward_candidates(
@@ -255,7 +367,7 @@ def _forward_candidates(
     mode = launch_table.SCORE if out.argmax is None else launch_table.ARGMAX
     groups, slots = (queries.longest + 15) // 16, out.scores.shape[1]
     variant = launch_table.forward(groups * 16, documents.stride, mode)
-    run = _forward_kernel(variant, mode, documents.dtype, documents.device_id)
+    run = _forward_kernel(variant, mode, documents.dtype, documents.device_id, documents.stride)
     most = _device(documents.device_id).multiprocessors * variant.ctas
     chunks = chunk_count(queries.count, most, slots)
     launch = Launch(run, variant, queries.count, groups, chunks, min(queries.count * chunks, most), False, None)
@@ -265,12 +377,15 @@ def _forward_candidates(
 _kept: list[cp.ndarray] = []
 
 
-def _scratch(shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
+def keep(array: cp.ndarray) -> cp.ndarray:
     """Memory for the span of a call; while a graph is captured it is kept for good, since every replay writes to it."""
-    array = cp.empty(shape, dtype)
     if cp.cuda.get_current_stream().is_capturing():
         _kept.append(array)
     return array
+
+
+def _scratch(shape: tuple[int, ...], dtype: Any) -> cp.ndarray:
+    return keep(cp.empty(shape, dtype))
 
 
 def _required(token_scores: cp.ndarray | None, argmax: cp.ndarray, dtype: Any = np.float32) -> cp.ndarray:
@@ -304,12 +419,14 @@ def _general(
     pairs: bool = False,
     refined: bool = False,
     only_loud: bool = False,
+    loud: Loud = UNFLAGGED,
 ) -> None:
     """Any type, metric and layout, by mma.sync and f64 where the contract's pair value asks for it."""
     device, dtype = documents.device_id, documents.dtype
     listed = dtype == "f32" or options.metric != "dot" or only_loud
     run = _general_kernel(documents.row, device, dtype, listed)
-    scan = only_loud and not queries.prepared and queries.longest * queries.stride <= SCAN_ELEMENTS
+    told = loud.flags is not None or (not queries.prepared and queries.longest * queries.stride <= SCAN_ELEMENTS)
+    scan = only_loud and told
     query_rows = max((queries.longest + 15) // 16 * 16, 16)
     together = 1 if pairs or candidates is not None else max(1, 64 // query_rows)
     slots = out.scores.shape[1]
@@ -321,11 +438,13 @@ def _general(
         token_scores = _required(token_scores, argmax, out.scores.dtype)
     parameters = GENERAL.pack(
         *_side(queries, listed and not scan), *_side(documents, listed), _pointer(candidates),
-        out.scores.data.ptr, _pointer(token_scores), _pointer(argmax), options.empty, slots, items,
+        out.scores.data.ptr, _pointer(token_scores), _pointer(argmax), _pointer(loud.flags), loud.call,
+        options.empty, slots, items,
         METRICS[options.metric], options.mean, documents.depth, refined, pairs, only_loud,
         together,
     )  # fmt: skip
-    run.launch(min(items, (3 if only_loud else 24) * _device(device).multiprocessors), options.stream, parameters)
+    ctas = LOUD_CTAS if only_loud else GENERAL_CTAS
+    run.launch(min(items, ctas * _device(device).multiprocessors), options.stream, parameters)
 
 
 def _screened_f32(queries: CudaCollection, documents: CudaCollection, options: Options, out: Outputs) -> None:
@@ -338,7 +457,7 @@ def _screened_f32(queries: CudaCollection, documents: CudaCollection, options: O
     shape = (queries.count, documents.count, queries.longest)
     argmax = _scratch(shape, np.int32) if out.argmax is None else out.argmax
     token_scores = _required(out.token_scores, argmax, np.float64)
-    items = queries.count * documents.count * queries.longest
+    items = queries.count * -(-documents.count // REFINE_TOGETHER) * queries.longest
     parameters = REFINE.pack(
         *map(_pointer, screen), schedule.piece_begin.data.ptr, schedule.base.data.ptr, queries.originals.data.ptr,
         documents.originals.data.ptr, queries.sets.data.ptr, documents.sets.data.ptr, queries.offsets_pointer,
@@ -458,10 +577,14 @@ def score(
     NumKongError
         A kernel of an earlier call gave up waiting.
     """
-    queries, documents = _side_of(queries, dtype), _side_of(documents, dtype)
-    _check(queries, documents, metric, reduction)
     if empty is None:
         empty = np.inf if metric == "angular" else -np.inf
+    if metric == "dot" and candidates is None and not (pairs or return_argmax or return_token_scores or return_bounds):
+        found = _again(queries, documents, reduction, empty, dtype, out)
+        if found is not None:
+            return found
+    queries, documents = _side_of(queries, dtype), _side_of(documents, dtype)
+    _check(queries, documents, metric, reduction)
     with on_device(documents.device_id):
         _raise_device_error(documents.device_id)
         if pairs and (candidates is not None or queries.count != documents.count):
@@ -484,6 +607,90 @@ def score(
                 chosen = cp.where((chosen >= 0) & (chosen < documents.count), chosen, -1)
             bounds = _bounds(queries, documents, options, outputs.scores, chosen)
         return Scores(outputs.scores, outputs.argmax, outputs.token_scores, bounds)
+
+
+class _Queries(NamedTuple):
+    """Uniform queries as `_again` needs them."""
+
+    count: int
+    longest: int
+    tokens: int
+    squares: int
+    sets: int
+    may_be_loud: bool
+
+
+def _plain_queries(queries: Any, documents: CudaCollection, dtype: str | None) -> _Queries | None:
+    """What kernels need of queries of one length on the documents' device; None: there is more to look at."""
+    if type(queries) is CudaCollection:
+        alike = queries.dtype == documents.dtype and queries.depth == documents.depth and queries.uniform
+        if not alike or queries.device_id != documents.device_id or queries.longest == 0:
+            return None
+        squares, sets = queries.stats_pointers if queries.prepared else (0, 0)
+        return _Queries(queries.count, queries.longest, queries.plane.data.ptr, squares, sets, queries.may_be_loud)
+    if type(queries) is not cp.ndarray or queries.ndim not in (2, 3) or not queries.flags.c_contiguous:
+        return None
+    stored, memory = queries.dtype, queries.data
+    if stored == np.uint16:  # bits of bf16 numbers if the caller says so
+        right = documents.dtype == dtype == "bf16"
+    else:
+        right = stored == np.float16 and documents.dtype == "f16" and dtype in (None, "f16")
+    shape = queries.shape
+    if not right or shape[-1] != documents.stride or memory.ptr % 16 or memory.device_id != documents.device_id:
+        return None
+    count = shape[0] if len(shape) == 3 else 1
+    return _Queries(count, shape[-2], memory.ptr, 0, 0, documents.dtype == "bf16") if shape[-2] else None
+
+
+def _again(
+    queries: Any, documents: Any, reduction: str, empty: float, dtype: str | None, out: cp.ndarray | None
+) -> Scores | None:
+    """Scores of a shape that was prepared before, with little on the host but the launches; None: go the whole way."""
+    if type(documents) is not CudaCollection or cp.cuda.runtime.getDevice() != documents.device_id:
+        return None
+    recipes = documents.recipes
+    if not recipes or documents.depth != documents.stride or reduction not in ("sum", "mean"):
+        return None
+    q = _plain_queries(queries, documents, dtype)
+    if q is None:
+        return None
+    recipe = recipes.get((q.count, q.longest, True, False, reduction == "mean", empty))
+    if recipe is None or recipe.box:
+        return None
+    if out is None:
+        out = cp.empty((q.count, documents.count), np.float32)
+    elif out.shape != (q.count, documents.count) or out.dtype != np.float32 or not out.flags.c_contiguous:
+        return None
+    _raise_device_error(documents.device_id)
+    stream = cp.cuda.get_current_stream().ptr
+    documents.join(stream)
+    if type(queries) is CudaCollection:
+        queries.join(stream)
+    loud = _loud_flags(q.count) if q.may_be_loud and not q.sets else UNFLAGGED
+    _run_recipe(recipe, q.tokens, 0, b"", Outputs(out, None, None), stream, loud)
+    if q.may_be_loud or documents.may_be_loud:
+        run, grid, template = _loud_recipe(q, documents, reduction == "mean", empty)
+        parameters = bytearray(template)
+        GENERAL_QUERIES.pack_into(parameters, 0, q.tokens, 0, q.squares, q.sets, 0)
+        GENERAL_CALL.pack_into(parameters, GENERAL_OUTPUTS_AT, out.data.ptr, 0, 0, _pointer(loud.flags), loud.call)
+        run.launch(grid, stream, parameters)
+    return Scores(out)
+
+
+def _loud_recipe(q: _Queries, documents: CudaCollection, mean: bool, empty: float) -> tuple[Kernel, int, bytes]:
+    key = ("loud", q.count, q.longest, mean, empty)
+    found = documents.recipes.get(key)
+    if found is None:
+        run = _general_kernel(documents.row, documents.device_id, documents.dtype, True)
+        together = max(1, 64 // ((q.longest + 15) // 16 * 16))
+        items = documents.count * -(-q.count // together)
+        template = GENERAL.pack(
+            0, 0, 0, 0, 0, q.count, q.longest, documents.stride, *_side(documents, True), 0, 0, 0, 0, 0, 0,
+            empty, documents.count, items, METRICS["dot"], mean, documents.depth, False, False, True, together,
+        )  # fmt: skip
+        grid = min(items, LOUD_CTAS * _device(documents.device_id).multiprocessors)
+        found = documents.recipes[key] = run, grid, template
+    return found
 
 
 def _outputs(
@@ -524,7 +731,12 @@ def _run(
         _general(queries, documents, options, out, candidates, pairs)
     elif whole:
         for some, rows in _slices(queries, documents, out, 8):
-            _forward(some, documents, options, rows)
+            flagged = queries.may_be_loud and documents.stride <= 128 and not queries.prepared
+            loud = _loud_flags(some.count) if flagged else UNFLAGGED
+            _forward(some, documents, options, rows, loud)
+            if queries.may_be_loud or documents.may_be_loud:
+                _general(some, documents, options, rows, only_loud=True, loud=loud)
+        return
     else:
         chosen = cp.arange(len(queries), dtype=np.int64)[:, None] if pairs else candidates
         _forward_candidates(queries, documents, options, out, chosen)
@@ -537,16 +749,38 @@ def _slices(
 ) -> Iterator[tuple[CudaCollection, Outputs]]:
     """Queries, as many at a time as the scratch holds token maxima of their pieces, with their rows of the outputs."""
     each = (len(documents) + 1024) * queries.longest * bytes_a_token
-    step = max(8, SCRATCH_BYTES // max(each, 1))
+    step = max(1, SCRATCH_BYTES // max(each, 1))
     if step >= len(queries):
         yield queries, out
         return
+    step = -(-len(queries) // -(-len(queries) // step))  # as many launches, all of one size
     for first in range(0, len(queries), step):
         rows = slice(first, first + step)
         yield queries[rows], out.part(rows)
 
 
-def warmup(dtypes: tuple[str, ...] = ("bf16", "f16", "f32"), depths: tuple[int, ...] = (128,), device: int = 0) -> None:
+def winners(
+    queries: CudaCollection,
+    documents: CudaCollection,
+    metric: str,
+    empty: float,
+    candidates: cp.ndarray | None,
+    pairs: bool,
+    out: cp.ndarray,
+) -> None:
+    """Queue the forward for its winners alone: int32 ``[queries, slots, longest query]`` into `out`."""
+    _raise_device_error(documents.device_id)
+    options = Options(metric, False, empty, cp.cuda.get_current_stream().ptr)
+    score_type = np.float64 if documents.dtype == "f32" else np.float32
+    _run(queries, documents, options, Outputs(_scratch(out.shape[:2], score_type), None, out), candidates, pairs)
+
+
+def warmup(
+    dtypes: tuple[str, ...] = ("bf16", "f16", "f32"),
+    depths: tuple[int, ...] = (128,),
+    device: int = 0,
+    gradients: bool = False,
+) -> None:
     """Compile and load the kernels for types and depths, so that no later call waits for the compiler.
 
     Parameters
@@ -554,11 +788,16 @@ def warmup(dtypes: tuple[str, ...] = ("bf16", "f16", "f32"), depths: tuple[int, 
     dtypes : tuple of str
     depths : tuple of int
     device : int
+    gradients : bool
+        Those of the backward pass as well.
     """
+    from . import gradient
     from .rows import best_row
 
     with cp.cuda.Device(device):
         row = best_row(device)
+        if gradients:
+            gradient.warmup(dtypes, depths, row, device)
         for dtype in dtypes:
             kernel("token_stats.cu", row, device, 128, DTYPE=DTYPE_IDS[dtype])
             for listed in (0, 1) if dtype != "f32" else (1,):
@@ -573,10 +812,12 @@ def warmup(dtypes: tuple[str, ...] = ("bf16", "f16", "f32"), depths: tuple[int, 
                 )
             if row != "sm90":
                 continue
-            kernel("combine.cu", row, device, COMBINE_THREADS)
+            for threads in COMBINE_THREADS:
+                kernel("combine.cu", row, device, threads)
             if dtype == "f32":
                 kernel("refine_f32.cu", row, device, REFINE_THREADS)
             modes = (launch_table.SCREEN,) if dtype == "f32" else (launch_table.SCORE, launch_table.ARGMAX)
             for mode in modes:
-                for variant in launch_table.all_variants(mode, tuple((depth + 7) // 8 * 8 for depth in depths)):
-                    _forward_kernel(variant, mode, dtype, device)
+                for stride in {(depth + 7) // 8 * 8 for depth in depths}:
+                    for variant in launch_table.all_variants(mode, (stride,)):
+                        _forward_kernel(variant, mode, dtype, device, stride)
