@@ -1,7 +1,8 @@
 """Files of packed collections: a safetensors container, written aside and renamed, checked and mapped when opened.
 
-The container's tensors lie side by side and together are the packed buffer, byte for byte; docs/storage.md describes
-them. This module knows bytes and headers; `packed` makes a `PackedTensor` of what `read` returns.
+The container's first four tensors lie side by side and together are the packed buffer, byte for byte; extras (ids and
+columns of a corpus) may follow. docs/storage.md describes them. This module knows bytes and headers; `packed` makes a
+`PackedTensor` of what `read` returns.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import mmap as memory_map
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -23,14 +25,35 @@ from .dtypes import NUMPY_DTYPES, SCORED
 from .errors import BackendUnavailable, CorruptFile, InvalidArgument, LayoutMismatch
 from .layout import ALIGNMENT, HEADER, Contents, Header, aligned_bytes, read_header
 
-__all__ = ["VERIFY", "RepackWarning", "Stored", "is_packed", "read", "write", "write_aside"]
+__all__ = [
+    "HEAD_LIMIT",
+    "VERIFY",
+    "RepackWarning",
+    "Stored",
+    "digest",
+    "extras_of",
+    "is_packed",
+    "is_part",
+    "originals_of",
+    "read",
+    "read_extra",
+    "read_head",
+    "sync_folder",
+    "write",
+    "write_aside",
+]
 
 MARK = "numkong_py"  # the metadata key that tells these files from other safetensors; its value is the format version
 VERSION = "1"
-VERIFY = {"header": ("header", "offsets"), "full": ("header", "offsets", "derived", "originals")}  # tensors hashed
+VERIFY = ("header", "full")
+TRUSTED = ("header", "offsets")  # tensors whose hashes are always checked
+PACKED = (*TRUSTED, "derived", "originals")  # tensors that are the packed buffer
 HASH = "xxh3_64."  # before a tensor's name: the metadata key of its hash
 HEAD_LIMIT = 1 << 16  # bytes that the JSON header stays under; it needs less than 2 KiB
 FIRST = {"dtype": "U8", "shape": [HEADER.itemsize], "data_offsets": [0, HEADER.itemsize]}  # the tensor `header`
+EXTRA_DTYPES = {"I64": np.int64, "U64": np.uint64, "F64": np.float64, "U8": np.uint8, "BOOL": np.bool_}
+EXTRA_NAMES = {np.dtype(dtype): name for name, dtype in EXTRA_DTYPES.items()}
+NO_EXTRAS: Mapping[str, np.ndarray] = MappingProxyType({})
 MOVED = "so it is damaged, or another program wrote it anew; pass its originals and offsets to nk.pack, and save that"
 PIECE = 1 << 22  # bytes hashed, read or written at a time: few enough to stay in a cache in between
 
@@ -40,7 +63,7 @@ class RepackWarning(UserWarning):
 
 
 class Stored(NamedTuple):
-    """What a checked file holds, in host memory or mapped; the last two are views of the buffer."""
+    """What a checked file holds, in host memory or mapped; offsets and originals are views of the buffer."""
 
     row: str  # name of the row that packed it
     contents: Contents | None  # for that row, or None where this build does not have it
@@ -49,6 +72,9 @@ class Stored(NamedTuple):
     buffer: np.ndarray  # uint8, the packed buffer
     offsets: np.ndarray  # int64 [documents + 1]
     originals: np.ndarray  # [tokens, depth], the vectors as they were given
+    extras: dict[str, np.ndarray]  # tensors after the packed buffer, one dimension each
+    head: str  # hash of the container's header, which holds the hashes of all tensors
+    start: int  # where in the file the packed buffer lies
 
     @property
     def unavailable(self) -> str | None:
@@ -63,8 +89,21 @@ class Stored(NamedTuple):
 # ------------------------------------------------------------------------------------- the container's header
 
 
+def originals_of(contents: Contents) -> np.ndarray:
+    """View of the vectors in a packed buffer in host memory, [tokens, depth]: they are its last region.
+
+    Examples
+    --------
+    >>> from numkong_py import pack
+    >>> originals_of(pack(np.float32([[1, 2]])).contents)
+    array([[1., 2.]], dtype=float32)
+    """
+    start = read_header(contents.buffer).originals_at
+    return contents.buffer[start:].view(NUMPY_DTYPES[contents.dtype]).reshape(-1, contents.depth)
+
+
 def _table(header: Header, dtype: str) -> dict[str, dict[str, Any]]:
-    """The container's tensors: consecutive pieces of the packed buffer, which leave no byte out.
+    """The container's first tensors: consecutive pieces of the packed buffer, which leave no byte out.
 
     The originals are the last region of a packed buffer, so they end where it ends.
     """
@@ -78,6 +117,39 @@ def _table(header: Header, dtype: str) -> dict[str, dict[str, Any]]:
         "derived": {"dtype": "U8", "shape": [originals_at - derived_at], "data_offsets": [derived_at, originals_at]},
         "originals": {"dtype": dtype.upper(), "shape": [tokens, depth], "data_offsets": [originals_at, total]},
     }
+
+
+def _aligned_extras(extras: Mapping[str, np.ndarray], total: int) -> dict[str, np.ndarray]:
+    """Extras in the order of the file, widest elements first behind a padding, so that each is aligned."""
+    if not extras:
+        return {}
+    padding = {"padding": np.zeros(-total % ALIGNMENT, np.uint8)}
+    return padding | dict(sorted(extras.items(), key=lambda item: -item[1].itemsize))
+
+
+def _extra_table(extras: dict[str, np.ndarray], begin: int) -> dict[str, dict[str, Any]]:
+    table = {}
+    for name, array in extras.items():
+        end = begin + array.nbytes
+        table[name] = {"dtype": EXTRA_NAMES[array.dtype], "shape": [len(array)], "data_offsets": [begin, end]}
+        begin = end
+    return table
+
+
+def _check_extras(table: dict[str, Any], begin: int) -> int:
+    """Where the tensors after the packed buffer end, once each begins where the last one ends."""
+    for name, tensor in table.items():
+        try:
+            itemsize = np.dtype(EXTRA_DTYPES[tensor["dtype"]]).itemsize
+            (count,) = tensor["shape"]
+            end = begin + int(count) * itemsize
+            right = tensor == {"dtype": tensor["dtype"], "shape": [int(count)], "data_offsets": [begin, end]}
+        except (KeyError, TypeError, ValueError, OverflowError):
+            right = False
+        if not right or end < begin or begin % itemsize:
+            raise CorruptFile(f"its tensor {name!r} is not where it was written, {MOVED}")
+        begin = end
+    return begin
 
 
 def _metadata(header: Header, dtype: str, row: str, single: bool) -> dict[str, str]:
@@ -102,13 +174,20 @@ def _encode(metadata: dict[str, str], table: dict[str, dict[str, Any]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _decode(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Metadata, table of tensors, and where the tensors start."""
-    start = 8 + int.from_bytes(file.read(8), "little")
+def read_head(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """Metadata, table of tensors, and the bytes before the tensors; nothing else is checked.
+
+    Raises
+    ------
+    CorruptFile
+    """
+    head = file.read(8)
+    start = 8 + int.from_bytes(head, "little")
     if size < 8 or start > min(size, HEAD_LIMIT):
         raise CorruptFile("it has no header of a packed collection, or ends within it")
+    head += file.read(start - 8)
     try:
-        table = json.loads(file.read(start - 8).decode())
+        table = json.loads(head[8:].decode())
         metadata = table.pop("__metadata__", {})
         version = metadata.get(MARK)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -117,19 +196,26 @@ def _decode(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Any], 
         raise CorruptFile("it is a safetensors file that PackedTensor.save did not write; pass its arrays to nk.pack")
     if version != VERSION:
         raise CorruptFile(f"its format version is {version!r}, and this version of numkong_py reads {VERSION!r}")
-    return metadata, table, start
+    return metadata, table, head
 
 
 # ------------------------------------------------------------------------------------- hashes
 
 
-def _digest(pieces: Iterable[Any]) -> str:
+def digest(pieces: Iterable[Any]) -> str:
+    """XXH3 of bytes that come in pieces, 16 hexadecimal digits.
+
+    Examples
+    --------
+    >>> digest([b"a", b"b"]) == digest([b"ab"])
+    True
+    """
     from xxhash import xxh3_64  # here: scoring needs no hash
 
-    digest = xxh3_64()
+    state = xxh3_64()
     for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
+        state.update(piece)
+    return state.hexdigest()
 
 
 def _write_pieces(file: BinaryIO, data: memoryview) -> Iterator[memoryview]:
@@ -155,8 +241,8 @@ def _read_pieces(file: BinaryIO, count: int, target: np.ndarray | None = None) -
 # ------------------------------------------------------------------------------------- writing
 
 
-def _sync_folder(folder: Path, path: str) -> None:
-    """Make a rename last; only POSIX systems ask for that, and can do it."""
+def sync_folder(folder: Path, path: str) -> None:
+    """Make a name in a folder last; only POSIX systems ask for that, and can do it."""
     if os.name != "posix":
         return
     try:
@@ -170,6 +256,17 @@ def _sync_folder(folder: Path, path: str) -> None:
             f"{error.strerror}; written, but its folder could not be flushed: a power cut may bring the old file back"
         )
         raise OSError(error.errno, reason, path) from error
+
+
+def is_part(name: str) -> bool:
+    """Whether a file has the name of one that `write_aside` did not finish.
+
+    Examples
+    --------
+    >>> is_part(".numkong_py-0123456789abcdef.part"), is_part("corpus.safetensors")
+    (True, False)
+    """
+    return name.startswith(f".{MARK}-") and name.endswith(".part")
 
 
 def write_aside(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) -> None:
@@ -207,27 +304,58 @@ def write_aside(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any]) 
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
-    _sync_folder(target.parent, str(path))
+    sync_folder(target.parent, str(path))
 
 
-def write(path: str | os.PathLike[str], contents: Contents, *, single: bool) -> None:
-    """Write a packed buffer in host memory to a file; each byte is read once, to be hashed and written."""
+def write(
+    path: str | os.PathLike[str],
+    contents: Contents,
+    *,
+    single: bool,
+    extras: Mapping[str, np.ndarray] = NO_EXTRAS,
+) -> str:
+    """Write a packed buffer in host memory to a file; each byte is read once, to be hashed and written.
+
+    Parameters
+    ----------
+    path : path
+    contents : Contents
+    single : bool
+    extras : mapping of arrays, optional
+        One-dimensional int64, uint64, float64, uint8 or bool arrays to keep beside it, by name.
+
+    Returns
+    -------
+    str
+        The hash of the container's header, as in `Stored`.
+
+    Raises
+    ------
+    InvalidArgument
+        The extras have too many or too long names. OSError as for `write_aside`.
+    """
     header = read_header(contents.buffer)
+    extras = _aligned_extras(extras, header.total_bytes)
     table = _table(header, contents.dtype)
+    buffer = memoryview(contents.buffer)
+    data = {name: buffer[slice(*tensor["data_offsets"])] for name, tensor in table.items()}
+    data |= {name: memoryview(np.ascontiguousarray(array).view(np.uint8)) for name, array in extras.items()}
+    table |= _extra_table(extras, header.total_bytes)
     metadata = _metadata(header, contents.dtype, contents.row.name, single)
-    data = memoryview(contents.buffer)
+    room = len(_encode({**metadata, **{HASH + name: "0" * 16 for name in table}}, table))
+    if room > HEAD_LIMIT:
+        raise InvalidArgument(f"extras: their names and places take {room} bytes, wanted at most {HEAD_LIMIT}")
+    heads = []
 
     def write_all(file: BinaryIO) -> None:
-        unknown = {HASH + name: "0" * 16 for name in table}
-        file.seek(len(_encode({**metadata, **unknown}, table)))
-        hashes = {}
-        for name, tensor in table.items():
-            begin, end = tensor["data_offsets"]
-            hashes[HASH + name] = _digest(_write_pieces(file, data[begin:end]))
+        file.seek(room)
+        hashes = {HASH + name: digest(_write_pieces(file, piece)) for name, piece in data.items()}
         file.seek(0)
-        file.write(_encode({**metadata, **hashes}, table))
+        heads.append(_encode({**metadata, **hashes}, table))
+        file.write(heads[0])
 
     write_aside(path, write_all)
+    return digest(heads)
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -252,6 +380,7 @@ def read(
     mmap: bool = True,
     verify: str = "header",
     progress: Callable[[int], Any] | None = None,
+    file: BinaryIO | None = None,
 ) -> Stored:
     """Check a file and map it read-only, or read it.
 
@@ -266,6 +395,8 @@ def read(
         ``"full"`` reads the whole file and checks every hash.
     progress : callable, optional
         Gets numbers of bytes that were hashed.
+    file : binary file, optional
+        The file, open already: the path may belong to another one by now. It is closed.
 
     Raises
     ------
@@ -275,33 +406,60 @@ def read(
     """
     if verify not in VERIFY:
         raise InvalidArgument(f"verify: {verify!r}, wanted one of {', '.join(map(repr, VERIFY))}")
-    with open(path, "rb") as file:
+    with file or open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            return _read(file, size, mmap, VERIFY[verify], progress or (lambda count: None))
+            return _read(file, size, mmap, verify == "full", progress or (lambda count: None))
         except CorruptFile as error:
             raise CorruptFile(f"{path}: {size} bytes are no intact packed collection: {error}") from error
 
 
-def _read(file: BinaryIO, size: int, mmap: bool, hashed: tuple[str, ...], progress: Callable[[int], Any]) -> Stored:
-    metadata, table, start = _decode(file, size)
+def _read(file: BinaryIO, size: int, mmap: bool, full: bool, progress: Callable[[int], Any]) -> Stored:
+    metadata, table, head = read_head(file, size)
+    start = len(head)
     if start % ALIGNMENT or table.get("header") != FIRST:
         raise CorruptFile(f"its tensors are not where they were written, {MOVED}")
     header, dtype = _check_head(file.read(HEADER.itemsize), metadata, table)
-    if start + header.total_bytes != size:
-        raise CorruptFile(f"its header says {start + header.total_bytes}: truncated, or something was added")
-    for name in hashed:
+    extras = extras_of(table)
+    end = start + _check_extras(extras, header.total_bytes)
+    if end != size:
+        raise CorruptFile(f"its header says {end}: truncated, or something was added")
+    for name in table if full else TRUSTED:
         begin, end = table[name]["data_offsets"]
         file.seek(start + begin)
         _check_hash(name, metadata, _counted(_read_pieces(file, end - begin), progress))
 
-    buffer = _map(file, start) if mmap else _load(file, start, header.total_bytes)
-    pieces = {name: buffer[slice(*tensor["data_offsets"])] for name, tensor in table.items()}
+    data = _map(file, start) if mmap else _load(file, start, size - start)
+    pieces = {name: data[slice(*tensor["data_offsets"])] for name, tensor in table.items()}
+    buffer = data[: header.total_bytes]
     offsets = pieces["offsets"].view(np.int64)
     _check_offsets(offsets, header.tokens)
     originals = pieces["originals"].view(NUMPY_DTYPES[dtype]).reshape(header.tokens, header.depth)
     contents = _open(buffer, header.layout)
-    return Stored(metadata["row"], contents, dtype, metadata["single"] == "true", buffer, offsets, originals)
+    arrays = {name: pieces[name].view(EXTRA_DTYPES[tensor["dtype"]]) for name, tensor in extras.items()}
+    single = metadata["single"] == "true"
+    return Stored(metadata["row"], contents, dtype, single, buffer, offsets, originals, arrays, digest([head]), start)
+
+
+def extras_of(table: dict[str, Any]) -> dict[str, Any]:
+    """The part of a table that describes extras."""
+    return {name: tensor for name, tensor in table.items() if name not in PACKED}
+
+
+def read_extra(
+    name: str, metadata: dict[str, Any], table: dict[str, Any], head: bytes, fetch: Callable[[int, int], bytes]
+) -> np.ndarray:
+    """One of the extras of a file of which only the head was read, checked; `fetch` gets bytes from begin to end.
+
+    Raises
+    ------
+    CorruptFile
+    """
+    _check_extras(extras_of(table), table["originals"]["data_offsets"][1])
+    begin, end = (len(head) + edge for edge in table[name]["data_offsets"])
+    data = fetch(begin, end) if begin < end else b""
+    _check_hash(name, metadata, [data])
+    return np.frombuffer(data, EXTRA_DTYPES[table[name]["dtype"]])
 
 
 def _open(buffer: np.ndarray, layout: int) -> Contents | None:
@@ -330,13 +488,13 @@ def _check_head(head: bytes, metadata: dict[str, Any], table: dict[str, Any]) ->
         raise CorruptFile(f"{', '.join(wrong)} in its metadata and in its packed header differ")
     wanted = _table(header, dtype)
     edges = [edge for tensor in wanted.values() for edge in tensor["data_offsets"]]
-    if table != wanted or edges != sorted(edges):
+    if {name: table.get(name) for name in PACKED} != wanted or edges != sorted(edges):
         raise CorruptFile(f"its table of tensors differs from what its packed header wants, {MOVED}")
     return header, dtype
 
 
 def _check_hash(name: str, metadata: dict[str, Any], pieces: Iterable[Any]) -> None:
-    wanted, found = metadata.get(HASH + name), _digest(pieces)
+    wanted, found = metadata.get(HASH + name), digest(pieces)
     if found != wanted:
         raise CorruptFile(f"the hash of {name} is {found}, and its header says {wanted}: damaged")
 
