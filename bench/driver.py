@@ -17,9 +17,11 @@ import numpy as np
 from ceilings import Ceilings
 from checks import judge, truth
 from contenders import OURS, Contender, contenders, fits, our_rows, pack_ours, top_ours, version
+from kernels import STREAMED_WINDOWS, RowKernels, operations
 from measure import QUICK, Effort, extra_peak_bytes, interleave
 from stamp import stamp
 from tqdm import tqdm
+from training import CLOUDS, STEPS, chamfer_record, step_record
 from workloads import WORKLOADS, Inputs, Workload, make
 
 import numkong_py as nk
@@ -35,10 +37,11 @@ Record = dict[str, Any]
 def chosen_workloads(options: argparse.Namespace) -> list[Workload]:
     """The workloads that were asked for, smaller ones in a quick run."""
     names = options.workload or list(WORKLOADS)
-    unknown = [name for name in names if name not in WORKLOADS]
+    known = [*WORKLOADS, *(other.name for other in (*STEPS, *CLOUDS))]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        sys.exit(f"--workload {', '.join(unknown)}: wanted some of {', '.join(map(repr, WORKLOADS))}")
-    chosen = [WORKLOADS[name] for name in names]
+        sys.exit(f"--workload {', '.join(unknown)}: wanted some of {', '.join(map(repr, known))}")
+    chosen = [WORKLOADS[name] for name in names if name in WORKLOADS]
     return [workload.smaller(QUICK_FACTOR) for workload in chosen] if options.quick else chosen
 
 
@@ -161,6 +164,27 @@ def _full(row: str, inputs: Inputs, threads: int) -> Callable[[], Any]:
     return partial(nk.maxsim_packed, queries, documents, threads=threads)
 
 
+# ------------------------------------------------------------------------------------------------ inner kernels
+
+
+def kernels_record(row: str, options: argparse.Namespace, ceilings: Ceilings, effort: Effort) -> Record:
+    """A row's inner kernels alone: the window of a long query (all pairs, ColPali) and a stream of windows (rerank)."""
+    kernels = RowKernels(row)
+    dtypes = ("int8", *(dtype for dtype in ("f32", "bf16") if dtype == "f32" or kernels.halves(dtype)))
+    calls, work = {}, {}
+    for dtype in dtypes:
+        for place, windows in (("in cache", 1), ("streamed", 8 if options.quick else STREAMED_WINDOWS)):
+            calls[f"{dtype} {place}"] = (kernels.call(dtype, windows), None)
+            work[f"{dtype} {place}"] = operations(windows)
+    seconds, rates = interleave(calls, ceilings, effort)
+    return {
+        "kind": "kernels",
+        "row": row,
+        "ceilings": {name: _rounded(values) for name, values in rates.items()},
+        "contenders": {name: {"seconds": _rounded(v), "operations": work[name]} for name, v in seconds.items()},
+    }
+
+
 # ----------------------------------------------------------------------------------- packing, overhead, memory
 
 
@@ -263,6 +287,11 @@ def jobs(options: argparse.Namespace, ceilings: Ceilings, effort: Effort) -> Ite
         for dtype in options.dtype or workload.dtypes:
             if part in options.part and chosen_rows(options, workload, dtype):
                 yield f"{workload.name}, {dtype}", partial(measure, workload, dtype, options, ceilings, effort)
+    if "kernels" in options.part and not ceilings.reason:
+        for row in our_rows("bf16"):
+            if row != "serial" and (not options.row or {row, "all"} & set(options.row)):
+                yield f"kernels, {row}", partial(kernels_record, row, options, ceilings, effort)
+    yield from training_jobs(options, ceilings, effort)
     if "packing" in options.part:
         for dtype in options.dtype or ("f32", "bf16", "f16"):
             yield f"packing, {dtype}", partial(packing_record, dtype, 128, options, ceilings, effort)
@@ -272,6 +301,20 @@ def jobs(options: argparse.Namespace, ceilings: Ceilings, effort: Effort) -> Ite
         for workload in workloads:
             if workload.name in ("rerank", "colpali"):
                 yield f"memory, {workload.name}", partial(memory_record, workload, "f32", options)
+
+
+def training_jobs(
+    options: argparse.Namespace, ceilings: Ceilings, effort: Effort
+) -> Iterator[tuple[str, Callable[[], Record]]]:
+    """Training steps and Chamfer distances that were asked for."""
+    common = (options.threads, ceilings, effort, options.quick)
+    for workload in STEPS:
+        for dtype in options.dtype or workload.dtypes:
+            if "training" in options.part and workload.name in (options.workload or [workload.name]):
+                yield f"{workload.name}, {dtype}", partial(step_record, workload, dtype, *common)
+    for clouds in CLOUDS:
+        if "chamfer" in options.part and clouds.name in (options.workload or [clouds.name]):
+            yield clouds.name, partial(chamfer_record, clouds, *common)
 
 
 def summary(record: Record) -> str:

@@ -21,20 +21,23 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
-OURS = "numkong_py:"
+GPU_DOCUMENT = "performance-gpu.md"  # beside it
+PACKAGE = "numkong_py"
+OURS = f"{PACKAGE}:"  # and a row
 RIGHT = ("exact", "float32", "16-bit")
-# Ceilings of a product, best first, and of the unit that a row screens with.
+# Ceilings of a product, best first, and of the units that a row multiplies with.
 PRODUCTS = {
     "f32": ("f32_fma_512", "f32_fma_256"),
     "bf16": ("amx_bf16", "bf16_dot_512"),
     "int8": ("amx_int8", "int8_dot_512", "int8_dot_256", "int8_maddubs_256"),
 }
+WIDE = {"int8": "int8_dot_512", "f32": "f32_fma_512", "bf16": "bf16_dot_512"}
 UNITS = {
-    "sapphireamx": "amx_int8",
-    "genoa": "int8_dot_512",
-    "icelake": "int8_dot_512",
-    "alder": "int8_dot_256",
-    "haswell": "int8_maddubs_256",
+    "sapphireamx": {**WIDE, "int8": "amx_int8", "bf16": "amx_bf16"},
+    "genoa": WIDE,
+    "icelake": WIDE,
+    "alder": {"int8": "int8_dot_256", "f32": "f32_fma_256"},
+    "haswell": {"int8": "int8_maddubs_256", "f32": "f32_fma_256"},
 }
 Record = dict[str, Any]
 
@@ -51,7 +54,8 @@ class Machine:
     records: dict[tuple, Record] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        names = ("kind", "workload", "dtype", "depth", "threads", *(("run",) if record["kind"] == "skipped" else ()))
+        own = {"skipped": ("run",), "kernels": ("row",)}
+        names = ("kind", "workload", "dtype", "depth", "threads", *own.get(record["kind"], ()))
         self.records[tuple(record.get(name) for name in names)] = record
 
     def of(self, kind: str, threads: int | None = None) -> list[Record]:
@@ -92,14 +96,15 @@ def read(paths: Iterable[Path], quick: bool = False) -> list[Machine]:
     return list(machines.values())
 
 
-def read_gpu(paths: Iterable[Path]) -> dict[str, dict[str, Record]]:
-    """Records of bench/cuda, by machine and workload; a later one replaces an earlier one."""
-    machines: dict[str, dict[str, Record]] = {}
+def read_gpu(paths: Iterable[Path]) -> dict[str, list[Record]]:
+    """Records of bench/cuda by machine; a later one of a workload and contender replaces an earlier one."""
+    machines: dict[str, dict[tuple[str, str], Record]] = {}
     for path in paths:
         for record in map(json.loads, path.read_text().splitlines()):
             if "kind" not in record and "error" not in record:
-                machines.setdefault(record["machine"], {})[record["workload"]] = record
-    return machines
+                key = record["workload"], record.get("contender", "")
+                machines.setdefault(record["machine"], {})[key] = record
+    return {name: list(records.values()) for name, records in machines.items()}
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic
@@ -215,11 +220,27 @@ def rows_table(machine: Machine) -> str:
                     row,
                     number(median_ms(record, name)),
                     number(rate),
-                    f"{number(share(record, name, UNITS[row]))} of {UNITS[row]}" if row in UNITS else "-",
+                    f"{number(share(record, name, UNITS[row]['int8']))} of {UNITS[row]['int8']}"
+                    if row in UNITS
+                    else "-",
                     number(ratio(record, name, peer)) if peer else "-",
                 ]
             )
     headers = ["workload", "type", "row", "ms", "GOP/s", "of its int8 unit", "to numkong's kernel of that name"]
+    return table(headers, rows) if rows else ""
+
+
+def kernels_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("kernels"):
+        for name, entry in record["contenders"].items():
+            dtype, place = name.split(" ", 1)
+            unit = UNITS[record["row"]][dtype]
+            rates = entry["operations"] * 1e-9 / times(record, name)
+            of_unit = float(np.median(rates / np.array(record["ceilings"][unit])))
+            kernel = "screen" if dtype == "int8" else "direct"
+            rows.append([record["row"], kernel, dtype, place, number(float(np.median(rates))), number(of_unit), unit])
+    headers = ["row", "kernel", "type", "documents", "GOP/s", "of its unit", "unit"]
     return table(headers, rows) if rows else ""
 
 
@@ -336,6 +357,44 @@ def overhead_table(machine: Machine) -> str:
             extra = float(np.median(times(record, name) - times(record, bare))) * 1e6
             rows.append([name, number(median_ms(record, name) * 1e3), number(extra)])
     return table(["call, 1 x 10 documents", "us", "us above the C call"], rows) if rows else ""
+
+
+def training_table(machine: Machine) -> str:
+    """A step and what of it is the backward pass; a peer's time and memory over ours."""
+    rows = []
+    for record in machine.of("training"):
+        ours, back = f"{PACKAGE} step", f"{PACKAGE} backward"
+        row = [record["workload"], record["dtype"], record["shape"], str(record["threads"])]
+        row += [number(median_ms(record, ours)), number(median_ms(record, back))]
+        for peer in ("torch step", "jax step"):
+            found = record["contenders"].get(peer)
+            row.append(
+                "-"
+                if found is None
+                else number(ratio(record, peer, ours)) + ("" if found["verdict"] != "wrong" else " (wrong)")
+            )
+        for name in (ours, "torch step", "jax step"):
+            size = record["contenders"].get(name, {}).get("extra_peak_bytes")
+            row.append("-" if size is None else number(size / 2**20))
+        rows.append(row)
+    headers = ["workload", "type", "shape", "threads", "step, ms", "backward alone, ms", "torch / ours", "jax / ours"]
+    headers += ["extra peak, MiB", "torch", "jax"]
+    return table(headers, rows) if rows else ""
+
+
+def chamfer_table(machine: Machine) -> str:
+    """Both directions; the others' time over ours."""
+    rows = []
+    for record in machine.of("chamfer"):
+        row = [record["workload"], record["data"], str(record["points"]), str(record["depth"]), str(record["threads"])]
+        row += [number(median_ms(record, PACKAGE)), number(ratio(record, f"{PACKAGE} step", PACKAGE))]
+        row += [
+            number(ratio(record, name, PACKAGE)) if name in record["contenders"] else "-"
+            for name in (f"{PACKAGE} differences", "scipy cKDTree")
+        ]
+        rows.append(row)
+    headers = ["workload", "data", "points", "depth", "threads", "ms", "with gradients", "differences alone", "cKDTree"]
+    return table(headers, rows) if rows else ""
 
 
 def memory_table(machine: Machine) -> str:
@@ -609,8 +668,11 @@ def section(machine: Machine, folder: Path, plots: bool) -> str:
     parts += [
         ("### Targets", targets_table(machine)),
         ("### Rows", rows_table(machine)),
+        ("### Inner kernels alone", kernels_table(machine)),
         ("### Top-k", topk_table(machine)),
         ("### Threads", threads_table(machine)),
+        ("### Training steps", training_table(machine)),
+        ("### Chamfer distance", chamfer_table(machine)),
         ("### Packing", packing_table(machine)),
         ("### Overhead of a call", overhead_table(machine)),
         ("### Extra peak memory of a call", memory_table(machine)),
@@ -630,50 +692,130 @@ def _threads(count: int) -> str:
     return "one thread" if count == 1 else f"{count} threads"
 
 
-def gpu_section(name: str, records: dict[str, Record]) -> str:
-    """Forward scoring and streaming on one kind of GPU."""
-    scored = [record for record in records.values() if "kernel_ms" in record]
-    streamed = [record for record in records.values() if "pinned_copy_gbps" in record]
-    last = (scored or streamed)[-1]
-    versions = ", ".join(f"{key} {last[key]}" for key in ("driver", "nvrtc", "cupy", "python") if key in last)
-    parts = [
-        f"## {name}\n\n- {versions}, commits {', '.join(sorted({r['commit'] or '-' for r in records.values()}))}\n"
+GPU_INTRODUCTION = """# Measured on GPUs
+
+Written by `python bench/report.py` from the records of `bench/cuda` in `bench/results`: no number is typed by hand.
+
+- **kernel**: device time of all kernels of a call, by replaying a CUDA graph; **call**: the whole Python call, enqueued
+  back to back, with a query that is a plain array; **packed**: `nk.maxsim` with a packed one. Document sets rotate, so
+  that the cache holds none of them. Medians of CUDA events.
+- **floor**: the larger of operations over the rate of a matrix product and bytes over the rate of a device copy, both
+  measured in the same run. Cards are limited by power: compare ratios across runs, not milliseconds.
+- Shapes are queries x documents, query tokens x document tokens, depth, type.
+"""
+
+
+def _cells(record: Record, *keys: str) -> list[str]:
+    return [record["workload"].partition(",")[2], *(number(record.get(key)) for key in keys)]
+
+
+def _gpu_scores(records: list[Record]) -> str:
+    rows = [
+        [
+            record["workload"],
+            *(number(record.get(key)) for key in ("kernel_ms", "call_ms", "packed_call_ms", "argmax_kernel_ms")),
+            number(record["tflops"]),
+            number(record["of_matmul"]),
+            f"{number(record['of_floor'])} ({record['bound']})",
+            ", ".join(map(number, record["most_ms"])) or "-",
+        ]
+        for record in records
     ]
+    headers = [
+        "workload",
+        "kernel, ms",
+        "call, ms",
+        "packed, ms",
+        "with argmax, ms",
+        "TFLOP/s",
+        "of the matrix product",
+    ]
+    return "\n### Scores\n\n" + table([*headers, "of the floor", "at most, ms"], rows)
+
+
+def _gpu_peers(records: list[Record], ours: dict[str, Record]) -> str:
+    names = list(dict.fromkeys(record["contender"] for record in records))
+    versions = {record["contender"]: record.get("version", "") for record in records}
+    workloads = dict.fromkeys(record["workload"] for record in records)
+    found = {(record["workload"], record["contender"]): record for record in records}
+
+    def cell(record: Record | None) -> str:
+        return "-" if record is None else f"{number(record['kernel_ms'])} / {number(record['call_ms'])}"
+
+    rows = [[w, cell(ours.get(w)), *(cell(found.get((w, name))) for name in names)] for w in workloads]
+    headers = ["kernel / call, ms", "numkong_py", *(f"{name} {versions[name]}".strip() for name in names)]
+    return "\n### Beside other libraries, in the same run\n\n" + table(headers, rows)
+
+
+def _gpu_facts(records: list[Record]) -> list[str]:
+    """Tables of what is not speed: bytes, memory, first calls, streaming."""
+    kinds = [
+        (
+            "bytes,",
+            "Bytes through device memory (hardware counters), MB",
+            {"input_mb": "inputs", "read_mb": "read", "written_mb": "written", "l2_mb": "through the L2 cache"},
+        ),
+        (
+            "memory,",
+            "Device memory of a call beyond its inputs and scores",
+            {
+                "corpus_gb": "corpus, GB",
+                "norms_mb": "norms kept with it, MB",
+                "later_call_mb": "a call, MB",
+                "similarities_mb": "similarities never stored, MB",
+                "call_ms": "the call, ms",
+            },
+        ),
+        (
+            "first call,",
+            "First call of a process",
+            {"first_call_s": "seconds", "other_shapes_s": "three more shapes, seconds"},
+        ),
+        (
+            "stream,",
+            "Streaming from host memory, device pool limited to 8 GB",
+            {
+                "corpus_gb": "corpus, GB",
+                "documents_per_second": "documents/s",
+                "gbps": "GB/s",
+                "of_copy": "of a pinned copy",
+                "device_pool_gb": "device pool, GB",
+            },
+        ),
+    ]
+    parts = []
+    for prefix, title, columns in kinds:
+        rows = [_cells(record, *columns) for record in records if record["workload"].startswith(prefix)]
+        if rows:
+            parts.append(f"\n### {title}\n\n" + table(["workload", *columns.values()], rows))
+    return parts
+
+
+def gpu_section(name: str, records: list[Record]) -> str:
+    """Everything that was measured on one kind of GPU."""
+    scored = [record for record in records if "kernel_ms" in record and "contender" not in record]
+    peers = [record for record in records if "contender" in record]
+    last = records[-1]
+    versions = ", ".join(f"{key} {last[key]}" for key in ("driver", "nvrtc", "cupy", "python") if key in last)
+    commits = ", ".join(sorted({record["commit"] or "-" for record in records}))
+    parts = [f"\n## {name}\n\n- {versions}, commits {commits}\n"]
     if scored:
         rates = [f"{number(record['matmul_tflops'])} TFLOP/s, {number(record['copy_tbps'])} TB/s" for record in scored]
         parts.append(f"- measured ceilings (a bf16 matrix product, a device copy): {'; '.join(dict.fromkeys(rates))}\n")
-        rows = [
-            [
-                record["workload"],
-                number(record["kernel_ms"]),
-                number(record["call_ms"]),
-                number(record.get("argmax_kernel_ms")),
-                number(record["tflops"]),
-                number(record["of_matmul"]),
-                f"{number(record['of_floor'])} ({record['bound']})",
-                ", ".join(map(number, record["most_ms"])) or "-",
-            ]
-            for record in scored
-        ]
-        headers = ["workload", "kernel, ms", "call, ms", "with argmax, ms", "TFLOP/s", "of the matrix product"]
-        parts.append("\n### Scores\n\n" + table([*headers, "of the floor", "at most, ms"], rows))
-    if streamed:
-        rows = [
-            [
-                record["workload"],
-                *(number(record[key]) for key in ("corpus_gb", "documents_per_second", "gbps", "of_copy")),
-            ]
-            for record in streamed
-        ]
-        headers = ["workload", "corpus, GB", "documents/s", "GB/s", "of a pinned copy"]
-        parts.append("\n### Streaming from host memory\n\n" + table(headers, rows))
-    return "".join(parts)
+        parts.append(_gpu_scores(scored))
+    if peers:
+        parts.append(_gpu_peers(peers, {record["workload"]: record for record in scored}))
+    return "".join([*parts, *_gpu_facts(records)])
 
 
-def document(machines: list[Machine], folder: Path, plots: bool = True, gpus: dict | None = None) -> str:
+def gpu_document(gpus: dict[str, list[Record]]) -> str:
+    """docs/performance-gpu.md."""
+    return "".join([GPU_INTRODUCTION, *(gpu_section(*gpu) for gpu in gpus.items())])
+
+
+def document(machines: list[Machine], folder: Path, plots: bool = True) -> str:
     """The whole document; plots are written beside it."""
-    sections = [section(machine, folder, plots) for machine in machines]
-    return "\n".join([INTRODUCTION, *sections, *(gpu_section(*gpu) for gpu in (gpus or {}).items())])
+    return "\n".join([INTRODUCTION, *(section(machine, folder, plots) for machine in machines)])
 
 
 def main() -> None:
@@ -684,9 +826,12 @@ def main() -> None:
     parser.add_argument("--no-plots", action="store_true")
     options = parser.parse_args()
     paths = options.results or sorted(RESULTS.glob("*.jsonl"))
-    machines = read(paths, options.quick)
+    machines, gpus = read(paths, options.quick), read_gpu(paths)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(document(machines, options.out.parent, not options.no_plots, read_gpu(paths)))
+    if machines:
+        options.out.write_text(document(machines, options.out.parent, not options.no_plots))
+    if gpus:
+        (options.out.parent / GPU_DOCUMENT).write_text(gpu_document(gpus))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ bench $(limit 120) scores --workload rerank colpali --contender "${peers[@]}" "$
 bench $(limit 60) scores --workload ragged 1x10 d768 16x1000 --contender "${peers[@]}" "numpy reduceat"
 
 step "one core, ours"
-bench $(limit 50) scores topk packing overhead --contender --workload "data: real" "data: clustered 1.0" \
+bench $(limit 60) scores topk kernels packing overhead --contender --workload "data: real" "data: clustered 1.0" \
     "data: clustered 0.5" "data: clustered 0.2" "data: clustered 0.05" "data: heavy-tailed" "data: near-duplicates" \
     "top-10: random" "top-10: related" "top-10: real" d384 b100 short-100k
 

@@ -1,7 +1,8 @@
 """Forward benches on a CUDA device: ``python bench/cuda/forward.py out.jsonl [workload ...]``; one JSON record a line.
 
-``kernel_ms`` is device time (CUDA graph replay), ``call_ms`` the whole Python call enqueued back to back. Document
-sets rotate so that no run measures the L2 cache.
+``kernel_ms`` is device time (CUDA graph replay), ``call_ms`` the whole Python call enqueued back to back, with a query
+that is a plain array, ``packed_call_ms`` the same through `numkong_py.maxsim` with a packed one. Document sets rotate,
+so that no run measures the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import cupy as cp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import numkong_py as nk
 from bench.cuda.timing import ceilings, kernel_ms, stamp, whole_call_ms
 from numkong_py import cuda
 
@@ -94,19 +96,22 @@ def measure(workload: Workload, ceiling: dict[str, float]) -> dict[str, Any]:
     count = max(1, min(6, math.ceil(400e6 / (total * depth * item))))
     raw = tokens_of(workload.queries * workload.query_tokens, depth, dtype, 1)
     raw = raw.reshape(workload.queries, workload.query_tokens, depth)
-    queries = cuda.pack(raw, dtype=name)
-    sets = [
-        cuda.pack(tokens_of(total, depth, dtype, 2 + i), offsets=offsets, dtype=name, copy=False) for i in range(count)
-    ]
-    for packed in (queries, *sets):
-        packed.prepare()
+    packed_query = nk.pack(raw, dtype=name)
+    packed_sets = [nk.pack(tokens_of(total, depth, dtype, 2 + i), offsets=offsets, dtype=name) for i in range(count)]
+    queries, sets = packed_query.pointer, [packed.pointer for packed in packed_sets]
     cp.cuda.runtime.deviceSynchronize()
     out = cp.empty((workload.queries, workload.documents), np.float64 if dtype == "f32" else np.float32)
     score: list[Callable[[], Any]] = [lambda d=d: cuda.score(queries, d, out=out) for d in sets]
     call: list[Callable[[], Any]] = [lambda d=d: cuda.score(raw, d, dtype=name) for d in sets]
+    packed_call: list[Callable[[], Any]] = [lambda d=d: nk.maxsim(packed_query, d) for d in packed_sets]
     flops = 2.0 * workload.queries * workload.query_tokens * total * depth
     moved = (total * depth + raw.size) * item + out.nbytes
-    record: dict[str, Any] = {"workload": workload.name, "kernel_ms": kernel_ms(score), "call_ms": whole_call_ms(call)}
+    record: dict[str, Any] = {
+        "workload": workload.name,
+        "kernel_ms": kernel_ms(score),
+        "call_ms": whole_call_ms(call),
+        "packed_call_ms": whole_call_ms(packed_call),
+    }
     if workload.queries * workload.query_tokens * workload.documents * 4 < 2e9:
         record["argmax_kernel_ms"] = kernel_ms([lambda d=d: cuda.score(queries, d, return_argmax=True) for d in sets])
     record["tflops"] = flops / record["kernel_ms"] / 1e9
@@ -139,6 +144,7 @@ def main(path: str, chosen: list[str]) -> None:
                 continue
             print(
                 f"{workload.name:34s} kernel {record['kernel_ms']:8.4f}  call {record['call_ms']:8.4f}  "
+                f"packed {record['packed_call_ms']:8.4f}  "
                 f"argmax {record.get('argmax_kernel_ms', math.nan):8.4f}  {record['tflops']:6.0f} TFLOP/s  "
                 f"{record['of_matmul']:.2f} of matmul  {record['of_floor']:.2f} of {record['bound']} floor  "
                 f"at most {workload.most}",
