@@ -12,12 +12,17 @@ array([ 4., 10.])
 from . import reference
 from .arrays import Collection, collection
 from .backends import backends, find_kernel
+from .chamfer import ChamferResult, chamfer, chamfer_grad
+from .corpus import Corpus
 from .cpu import Capability, compiled_capabilities, enabled_capabilities, error_bound, output_dtype
 from .cpu import detected_capabilities as capabilities
+from .dispatch import maxsim, maxsim_candidates, maxsim_pairs, topk
 from .errors import (
     BackendUnavailable,
+    CorpusLocked,
     CorruptFile,
     DeviceMismatch,
+    DuplicateId,
     IndexOutOfRange,
     InvalidArgument,
     LayoutMismatch,
@@ -25,9 +30,12 @@ from .errors import (
     NumKongError,
     OutOfMemory,
     ShapeMismatch,
+    UnknownId,
     UnsupportedDtype,
 )
-from .ops import maxsim, maxsim_candidates, maxsim_packed, maxsim_pairs, topk
+from .gradient import maxsim_candidates_grad, maxsim_grad, maxsim_pairs_grad
+from .interop import read_tokens, write_tokens
+from .ops import maxsim_packed
 from .packed import PackedTensor, pack, pack_size, packed_shape
 from .packed import open_file as open  # noqa: F401  not in __all__: a star import must not hide the built-in
 from .reference import MaxSimResult
@@ -38,9 +46,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "Capability",
+    "ChamferResult",
     "Collection",
+    "Corpus",
+    "CorpusLocked",
     "CorruptFile",
     "DeviceMismatch",
+    "DuplicateId",
     "IndexOutOfRange",
     "InvalidArgument",
     "LayoutMismatch",
@@ -51,9 +63,12 @@ __all__ = [
     "PackedTensor",
     "RepackWarning",
     "ShapeMismatch",
+    "UnknownId",
     "UnsupportedDtype",
     "backends",
     "capabilities",
+    "chamfer",
+    "chamfer_grad",
     "collection",
     "compiled_capabilities",
     "enabled_capabilities",
@@ -61,12 +76,17 @@ __all__ = [
     "find_kernel",
     "maxsim",
     "maxsim_candidates",
+    "maxsim_candidates_grad",
+    "maxsim_grad",
     "maxsim_packed",
     "maxsim_pairs",
+    "maxsim_pairs_grad",
     "output_dtype",
     "pack",
     "pack_size",
     "packed_shape",
+    "read_tokens",
     "reference",
     "topk",
+    "write_tokens",
 ]

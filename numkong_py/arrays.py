@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,7 +13,16 @@ import numpy as np
 from .dtypes import NUMPY_DTYPES, conversion, find_name, name_of
 from .errors import DeviceMismatch, InvalidArgument, ShapeMismatch, UnsupportedDtype
 
-__all__ = ["ArrayView", "Collection", "TokenRuns", "collection", "read_collection", "read_indices", "view"]
+__all__ = [
+    "ArrayView",
+    "Collection",
+    "TokenRuns",
+    "collection",
+    "read_collection",
+    "read_indices",
+    "read_numbers",
+    "view",
+]
 
 DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # 3 is pinned host memory
 
@@ -207,6 +216,26 @@ def read_indices(values: Any, argument: str) -> np.ndarray:
     return array.astype(np.int64, copy=False)
 
 
+def read_numbers(values: Any, argument: str) -> np.ndarray:
+    """Host array of real numbers, as float64, from a number, a list or an array of any library.
+
+    Raises
+    ------
+    UnsupportedDtype
+        The elements are not real numbers.
+
+    Examples
+    --------
+    >>> read_numbers([2, 0.5], "upstream")
+    array([2. , 0.5])
+    """
+    plain = isinstance(values, (list, tuple, float, int, np.generic))
+    array = np.asarray(values) if plain else _host_array(values, argument)
+    if array.dtype.kind not in "fiu" and find_name(array.dtype) is None:
+        raise UnsupportedDtype(f"{argument}: {_describe(array)}; wanted real numbers; pass float32 or float64")
+    return array.astype(np.float64, copy=False)
+
+
 def _read_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Boolean [count, longest] (or [n]) from booleans, or from integers that are all 0 or 1."""
     array = np.asarray(mask) if isinstance(mask, (list, tuple)) else _host_array(mask, "mask")
@@ -262,6 +291,14 @@ class TokenRuns(NamedTuple):
     element_strides: np.ndarray  # int64, bytes from an element to the next
 
 
+class _Strided:
+    """Elements at an address, for NumPy to look at."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+        interface = {"version": 3, "data": (address, True), "shape": shape, "strides": strides}
+        self.__array_interface__ = {**interface, "typestr": f"|V{itemsize}"}
+
+
 @dataclass(frozen=True, eq=False)
 class Collection:
     """A ragged collection of token sets: a view of the caller's arrays.
@@ -312,6 +349,19 @@ class Collection:
     def lengths(self) -> np.ndarray:
         """Valid tokens in every set, int64 [count]."""
         return np.diff(self.offsets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its tokens travel, not the addresses: those mean nothing in another process."""
+        if self.runs is None:
+            return _restored_on_device, (self.source, self.dtype, self.extras)
+        flat = np.concatenate([np.zeros((0, self.depth), NUMPY_DTYPES[self.dtype]), *self._parts()])
+        return _restored, (flat, self.offsets, self.single, self.extras)
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """The tokens of every run, without a copy."""
+        dtype = NUMPY_DTYPES[self.dtype]
+        for pointer, count, *strides in zip(*(array.tolist() for array in self.runs)):
+            yield np.asarray(_Strided(pointer, (count, self.depth), tuple(strides), dtype.itemsize)).view(dtype)
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -366,6 +416,15 @@ def collection(
     array([2, 0, 3])
     """
     return read_collection(x, "x", offsets=offsets, lengths=lengths, mask=mask, dtype=dtype, depth=depth)
+
+
+def _restored(tokens: np.ndarray, offsets: np.ndarray, single: bool, extras: dict[str, Any]) -> Collection:
+    """A pickled collection of host memory; `extras` still say where its tokens were under a mask."""
+    return replace(read_collection(tokens, "x", offsets=offsets), single=single, extras=extras)
+
+
+def _restored_on_device(source: Any, dtype: str, extras: dict[str, Any]) -> Collection:
+    return read_collection(source, "x", dtype=dtype, **extras)
 
 
 def read_collection(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from .arrays import Collection, read_collection
+from .backends import Row
 from .cpu import METRICS, output_dtype
 from .errors import DeviceMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch, UnsupportedDtype
 from .packed import PackedTensor, pack_collection, select
@@ -23,18 +24,19 @@ SCREENS = ("auto", "never")
 # ------------------------------------------------------------------------------------- both sides, packed
 
 
-def _check_pair(q: Any, docs: Any) -> None:
+def _check_pair(q: Any, docs: Any, names: tuple[str, str] = ("q", "docs")) -> None:
     """Raise unless two packed tensors or collections agree in type, depth and device."""
+    first, second = names
     if q.dtype != docs.dtype:
         raise UnsupportedDtype(
-            f"q: {q.dtype}, and docs: {docs.dtype}; wanted one type; convert one of them and pack it again"
+            f"{first}: {q.dtype}, and {second}: {docs.dtype}; wanted one type; convert one of them and pack it again"
         )
     if q.depth != docs.depth:
-        raise ShapeMismatch(f"q: depth {q.depth}, and docs: depth {docs.depth}; wanted one depth")
+        raise ShapeMismatch(f"{first}: depth {q.depth}, and {second}: depth {docs.depth}; wanted one depth")
     if q.device != docs.device:
         raise DeviceMismatch(
-            f"q: on {q.device}, and docs: on {docs.device}; nothing is moved silently; "
-            f"pass nk.pack(q, device={docs.device!r}) or docs.to({q.device!r})"
+            f"{first}: on {q.device}, and {second}: on {docs.device}; nothing is moved silently; "
+            f"pass nk.pack({first}, device={docs.device!r}) or {second}.to({q.device!r})"
         )
 
 
@@ -55,27 +57,44 @@ def _read(x: Any, argument: str, other: Any) -> Collection:
     return read_collection(x, argument)
 
 
-def _pack_both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
-    """Pack what is not packed, with the row of the side that is."""
-    if isinstance(docs, PackedTensor):
-        found = _read(q, "q", docs)
-        _check_pair(found, docs)
-        docs.require()
-        return pack_collection(found, docs.row), docs
+def read_pair(
+    q: Any, docs: Any, names: tuple[str, str] = ("q", "docs")
+) -> tuple[Collection | PackedTensor, Collection | PackedTensor]:
+    """Read both sides, packed or not, and check that they agree; nothing is packed."""
+    first, second = names
     if isinstance(q, PackedTensor):
-        found = _read(docs, "docs", q)
-        _check_pair(q, found)
-        q.require()
-        return q, pack_collection(found, q.row)
-    if isinstance(docs, (list, tuple)) and len(docs) == 0:
-        queries = _read(q, "q", None)
-        documents = _read(docs, "docs", queries)
+        queries = q
+        documents = docs if isinstance(docs, PackedTensor) else _read(docs, second, q)
+    elif isinstance(docs, (list, tuple)) and len(docs) == 0:
+        queries = _read(q, first, None)
+        documents = _read(docs, second, queries)
     else:
-        documents = _read(docs, "docs", None)
-        queries = _read(q, "q", documents)
-    _check_pair(queries, documents)
-    row = select(documents.dtype, documents.device)
-    return pack_collection(queries, row), pack_collection(documents, row)
+        documents = docs if isinstance(docs, PackedTensor) else _read(docs, second, None)
+        queries = _read(q, first, documents)
+    _check_pair(queries, documents, names)
+    packed = [side for side in (queries, documents) if isinstance(side, PackedTensor)]
+    if len(packed) == 2:
+        _check_packed_pair(*packed)
+    for side in packed:
+        side.require()
+    return queries, documents
+
+
+def pack_pair(
+    queries: Collection | PackedTensor, documents: Collection | PackedTensor
+) -> tuple[PackedTensor, PackedTensor]:
+    """Pack what is not packed, with the row of the side that is."""
+    rows = [side.row for side in (documents, queries) if isinstance(side, PackedTensor)]
+    row = rows[0] if rows else select(documents.dtype, documents.device)
+    if not isinstance(documents, PackedTensor):
+        documents = pack_collection(documents, row)
+    return queries if isinstance(queries, PackedTensor) else _pack_queries(queries, row), documents
+
+
+def _pack_queries(queries: Collection, row: Row) -> PackedTensor:
+    """Pack queries for one call; a row may take them where they lie."""
+    adopt = getattr(row, "adopt", None)
+    return pack_collection(queries, row) if adopt is None else PackedTensor(adopt(queries), single=queries.single)
 
 
 def _both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
@@ -83,7 +102,7 @@ def _both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
         if q.row is not docs.row or q.dtype != docs.dtype or q.depth != docs.depth or not q.runnable:
             _check_packed_pair(q, docs)
         return q, docs
-    return _pack_both(q, docs)
+    return pack_pair(*read_pair(q, docs))
 
 
 # ------------------------------------------------------------------------------------- one way to score
@@ -103,8 +122,9 @@ def _score(
     return_argmax: bool = False,
     return_token_scores: bool = False,
     return_bounds: bool = False,
+    **row_options: Any,
 ) -> Any:
-    """Score with the options of `maxsim`, and drop an axis of length one from the results."""
+    """Score with the options of `maxsim` and of the row, and drop an axis of length one from the results."""
     if metric not in METRICS:
         raise InvalidArgument(f"metric: {metric!r}, wanted one of {', '.join(METRICS)}")
     if reduction not in REDUCTIONS:
@@ -128,6 +148,7 @@ def _score(
         return_token_scores=return_token_scores,
         return_bounds=return_bounds,
         threads=threads,
+        **row_options,
     )
     scores = _drop(result.scores, axis)
     if out is not None:
@@ -331,6 +352,8 @@ def _merge(scores: np.ndarray, indices: np.ndarray, k: int, descending: bool) ->
 
 def _fill(scores: np.ndarray, indices: np.ndarray, k: int, worst: float) -> tuple[np.ndarray, np.ndarray]:
     """Widen to k columns where there are fewer documents: index -1, the score of nothing."""
+    if scores.shape[1] == k:
+        return scores, indices
     missing = ((0, 0), (0, k - scores.shape[1]))
     return np.pad(scores, missing, constant_values=worst), np.pad(indices, missing, constant_values=-1)
 
@@ -368,7 +391,8 @@ def topk(
     candidates : int array, optional
         ``[queries, count]``: look only among these documents; -1 is none.
     screen : {"auto", "never"}
-        Whether bounds may spare documents their exact score; the result is the same. No row spares any yet.
+        Whether bounds may spare documents their exact score; the result is the same. The rows that screen do so for
+        queries of at most 32 tokens: what cannot reach the k-th best score so far is left out.
     block : int, optional
         Score this many documents at a time, which bounds the memory for scores.
     progress : bool or callable, optional
@@ -408,33 +432,58 @@ def topk(
         scores = _score(queries, documents, indices, None, **options)
         best = _merge(scores, np.where(indices < 0, -1, indices - documents.begin), k, descending)
     else:
-        best = _scan(queries, documents, k, block or max(1, len(documents)), progress, descending, options)
+        leave_out = screen == "auto" and queries.longest <= getattr(documents.row, "floor_tokens", 0)
+        best = _scan(queries, documents, k, block, progress, leave_out, options)
     scores, indices = _fill(*best, k, -math.inf if descending else math.inf)
     return (scores[0], indices[0]) if queries.single else (scores, indices)
+
+
+FIRST_BLOCK = 1 << 14  # document tokens scored before there is a floor: a pass over them takes about a millisecond
+
+
+def _blocks(documents: PackedTensor, block: int | None, leave_out: bool) -> Iterator[tuple[int, int]]:
+    """Ranges of documents to score one after the other.
+
+    They grow fourfold where the floor should rise soon: with twofold growth, and so more calls, the best 10 of a
+    thousand random documents took 1.10 times as long as all scores, and not 1.07 (Zen 3).
+    """
+    count = len(documents)
+    growing = leave_out and block is None
+    size = max(1, count * FIRST_BLOCK // max(1, documents.tokens)) if growing else block or max(1, count)
+    start = 0
+    while start < count:
+        yield start, min(start + size, count)
+        start += size
+        size *= 4 if growing else 1
+
+
+def _floors(best_scores: np.ndarray, k: int) -> np.ndarray | None:
+    """What a document must reach to be among the best k of each query, once k are known."""
+    return np.ascontiguousarray(best_scores[:, k - 1], np.float64) if best_scores.shape[1] == k else None
 
 
 def _scan(
     queries: PackedTensor,
     documents: PackedTensor,
     k: int,
-    block: int,
+    block: int | None,
     progress: Any,
-    descending: bool,
+    leave_out: bool,
     options: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Score block by block and keep the best k."""
+    """Score block by block and keep the best k; the k-th best so far is the floor of the blocks that follow."""
+    descending = options["metric"] != "angular"
     advance = _progress(progress, len(documents))
     best_scores = np.zeros((len(queries), 0), output_dtype(documents.dtype))
     best_indices = np.zeros((len(queries), 0), np.int64)
-    for start in range(0, len(documents), block):
-        part = documents[start : start + block]
-        scores = _score(queries, part, None, None, **options)
-        indices = np.broadcast_to(np.arange(start, start + len(part)), scores.shape)
-        best_scores, best_indices = _merge(
-            np.concatenate([best_scores, scores], axis=1),
-            np.concatenate([best_indices, indices], axis=1),
-            k,
-            descending,
-        )
+    for start, stop in _blocks(documents, block, leave_out):
+        part = documents[start:stop]
+        floors = {"floors": _floors(best_scores, k)} if leave_out else {}
+        scores = _score(queries, part, None, None, **options, **floors)
+        indices = np.broadcast_to(np.arange(start, stop), scores.shape)
+        if start:
+            scores = np.concatenate([best_scores, scores], axis=1)
+            indices = np.concatenate([best_indices, indices], axis=1)
+        best_scores, best_indices = _merge(scores, indices, k, descending)
         advance(len(part))
     return best_scores, best_indices

@@ -24,9 +24,18 @@ from .errors import (
     UnsupportedDtype,
 )
 from .layout import Contents
-from .storage import RepackWarning, read, write
+from .storage import RepackWarning, Stored, read, write
 
-__all__ = ["PackedTensor", "from_bytes", "open_file", "pack", "pack_collection", "pack_size", "packed_shape"]
+__all__ = [
+    "PackedTensor",
+    "from_bytes",
+    "from_stored",
+    "open_file",
+    "pack",
+    "pack_collection",
+    "pack_size",
+    "packed_shape",
+]
 
 PRECISIONS = ("exact",)
 
@@ -287,10 +296,11 @@ class PackedTensor:
             raise DeviceMismatch(
                 f'packed: on {self.device}, and files are packed in host memory; pass .to("cpu") of it'
             )
-        if self._whole:
-            return write(path, self._contents, single=self.single)
-        self.require()
-        return write(path, self.row.pack(self._collection(self.unpack())), single=self.single)
+        contents = self._contents
+        if not self._whole:
+            self.require()
+            contents = self.row.pack(self._collection(self.unpack()))
+        write(path, contents, single=self.single)
 
     @property
     def _whole(self) -> bool:
@@ -367,17 +377,23 @@ def open_file(path: str | os.PathLike[str], *, mmap: bool = True, verify: str = 
     3
     """
     stored = read(path, mmap=mmap, verify=verify)
-    if stored.contents and not stored.unavailable:
-        return PackedTensor(stored.contents, single=stored.single)
-    row = select(stored.dtype)
-    warnings.warn(
-        f"{path}: packed by row {stored.row!r}, which cannot run here ({stored.unavailable}): its "
-        f"{len(stored.originals)} tokens are packed again in memory by row {row.name!r}; save the result to map it "
-        "next time",
-        RepackWarning,
-        stacklevel=2,
-    )
-    return pack_collection(stored.collection(), row)
+    packed = from_stored(stored)
+    if stored.unavailable:
+        warnings.warn(
+            f"{path}: packed by row {stored.row!r}, which cannot run here ({stored.unavailable}): its "
+            f"{packed.tokens} tokens are packed again in memory by row {packed.backend!r}; save the result to map it "
+            "next time",
+            RepackWarning,
+            stacklevel=2,
+        )
+    return packed
+
+
+def from_stored(stored: Stored) -> PackedTensor:
+    """What a checked file holds: as it lies, or packed again in memory where its row cannot run here."""
+    if stored.unavailable:
+        return pack_collection(stored.collection(), select(stored.dtype))
+    return PackedTensor(stored.contents, single=stored.single)
 
 
 def _as_bytes(buffer: Any) -> np.ndarray:

@@ -22,7 +22,9 @@ __all__ = [
     "maxsim_pairs",
     "normalized",
     "pair_values",
+    "rounded",
     "sets",
+    "squares_of",
     "topk",
 ]
 
@@ -136,7 +138,7 @@ def _dots(query: np.ndarray, document: np.ndarray) -> np.ndarray:
     return _fold(sums)
 
 
-def _squares(vectors: np.ndarray) -> np.ndarray:
+def squares_of(vectors: np.ndarray) -> np.ndarray:
     """Dot of every token with itself, in the same order: [count]."""
     lanes = _lanes(vectors)
     sums = np.zeros((len(lanes), LANES))
@@ -175,7 +177,7 @@ def pair_values(query: np.ndarray, document: np.ndarray, metric: str = "dot") ->
         dots = _dots(query, document)
         if metric == "dot":
             return dots
-        query_squares, document_squares = _squares(query)[:, None], _squares(document)[None, :]
+        query_squares, document_squares = squares_of(query)[:, None], squares_of(document)[None, :]
         either_zero = (query_squares == 0) | (document_squares == 0)
         both_zero = (query_squares == 0) & (document_squares == 0)
         has_nan = np.isnan(query_squares) | np.isnan(document_squares)
@@ -186,7 +188,7 @@ def pair_values(query: np.ndarray, document: np.ndarray, metric: str = "dot") ->
         return np.where(both_zero, 0.0, np.maximum(0.0, 1.0 - cosines))
 
 
-def _round(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Round float64 values to a dtype, once: a cast to bfloat16 may go through float32 and round twice.
 
     So the way to float32 is rounded to odd (an inexact result gets an odd last bit), after which rounding to fewer bits
@@ -210,9 +212,9 @@ def normalized(x: np.ndarray) -> np.ndarray:
            [0. , 0. ]], dtype=float32)
     """
     with np.errstate(all="ignore"):
-        norms = np.sqrt(_squares(x))[:, None]
+        norms = np.sqrt(squares_of(x))[:, None]
         units = x.astype(np.float64) / norms
-    return np.where((norms > 0) & (norms < np.inf), _round(units, x.dtype), x)
+    return np.where((norms > 0) & (norms < np.inf), rounded(units, x.dtype), x)
 
 
 # ------------------------------------------------------------------------------------------------ scores
@@ -245,7 +247,7 @@ def _bound(query: np.ndarray, document: np.ndarray, score: float, metric: str, r
     total = abs(float(score)) * (count if reduction == "mean" else 1)
     if metric == "dot":
         up = 1 + (depth + 4) * unit  # covers the rounding of a norm
-        norms = np.sqrt(_squares(query)).sum() * up, np.sqrt(_squares(document)).max() * up
+        norms = np.sqrt(squares_of(query)).sum() * up, np.sqrt(squares_of(document)).max() * up
         error = ((depth + 1) * unit + count * unit) * norms[0] * norms[1]
     else:
         error = count * ((2 * depth + 6) * unit + count * unit)
@@ -410,7 +412,7 @@ def topk(queries: Any, documents: Any, k: int, *, candidates: Any = None, metric
 
 def _unit(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Vectors divided by their norms, and one over the norms; both 0 for a zero vector."""
-    norms = np.sqrt(_squares(vectors))[:, None]
+    norms = np.sqrt(squares_of(vectors))[:, None]
     inverse = np.where(norms == 0, 0.0, 1.0 / norms)
     return np.where(norms == 0, 0.0, vectors * inverse), inverse
 
@@ -506,7 +508,7 @@ def _nearest(points: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def _fold_squares(differences: np.ndarray) -> np.ndarray:
     count, others, depth = differences.shape
-    return _squares(differences.reshape(count * others, depth)).reshape(count, others)
+    return squares_of(differences.reshape(count * others, depth)).reshape(count, others)
 
 
 def _directions(p: Any, q: Any, both: bool) -> Any:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import array
+import hashlib
+import pickle
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from oracle import ROOT, lay_out, tokens
 
 import numkong_py as nk
 from numkong_py.arrays import collection, view
@@ -169,10 +174,10 @@ def test_all_layouts_of_one_collection_give_the_same_bytes() -> None:
     padded = np.full((6, 5, 6), np.nan, np.float32)
     holes = np.full((6, 9, 6), 1e4, np.float32)
     mask = np.zeros((6, 9), bool)
-    for index, tokens in enumerate(listed):
-        padded[index, : len(tokens)] = tokens
-        places = np.sort(RANDOM.permutation(9)[: len(tokens)])
-        holes[index, places] = tokens
+    for index, part in enumerate(listed):
+        padded[index, : len(part)] = part
+        places = np.sort(RANDOM.permutation(9)[: len(part)])
+        holes[index, places] = part
         mask[index, places] = True
     expected = nk.pack(listed)
     assert expected.lengths.tolist() == lengths.tolist()
@@ -282,3 +287,29 @@ def test_the_header_is_the_c_struct() -> None:
     for name, (dtype, place) in HEADER.fields.items():
         assert (place, dtype.itemsize) == (fields[name].offset, ffi.sizeof(fields[name].type)), name
     assert nk.pack(TOKENS).buffer[: len(MAGIC)].tobytes() == MAGIC
+
+
+# ------------------------------------------------------------------------------------------- other processes
+
+
+def test_a_pickled_collection_holds_its_tokens_and_no_addresses(tmp_path: Path) -> None:
+    """Addresses of another process are read without a complaint, or end this one with a signal."""
+    found = []
+    for dtype in DTYPES:
+        parts = [tokens("random", dtype, count, 12, count)[:, ::2] for count in (3, 0, 5, 1)]
+        laid_out = [lay_out(parts, layout) for layout in ("one", "list", "offsets", "lengths", "mask")]
+        found += [collection(each.x, **each.keywords) for each in laid_out]
+    found.append(nk.collection(np.zeros((2, 0, 6), np.float32)))
+    (tmp_path / "x").write_bytes(pickle.dumps(found))
+    code = (
+        "import hashlib, pickle, sys, numkong_py as nk\n"
+        "for x in pickle.load(open(sys.argv[1], 'rb')):\n"
+        "    packed = hashlib.sha256(nk.pack(x).buffer).hexdigest()\n"
+        "    print(x.single, len(x), x.positions.tolist(), packed)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"
+    assert done.stdout.splitlines() == [
+        f"{x.single} {len(x)} {x.positions.tolist()} {hashlib.sha256(nk.pack(x).buffer).hexdigest()}" for x in found
+    ]

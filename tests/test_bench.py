@@ -87,11 +87,13 @@ def test_a_run_writes_stamped_records_that_become_a_document(tmp_path: Path) -> 
         "1x10",
         "top-10: real",
     ]
-    command += ["--dtype", "f32", "--part", "scores", "topk", "overhead", "--contender", "numpy"]
+    command += ["--dtype", "f32", "--part", "scores", "topk", "kernels", "overhead"]
+    command += ["--contender", "numpy"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     first, *records = map(json.loads, out.read_text().splitlines())
     assert first["kind"] == "run" and first["machine"]["model"] and first["versions"]["numpy"] == np.__version__
-    assert [record["kind"] for record in records] == ["scores", "topk", "overhead"]
+    kernels = [row for row in nk.backends() if row.device == "cpu" and row.available and row.name != "serial"]
+    assert [record["kind"] for record in records] == ["scores", "topk", *["kernels"] * len(kernels), "overhead"]
     assert {record["run"] for record in records} == {first["run"]}
     found = records[0]["contenders"]
     assert next(iter(found)).startswith("numkong_py:") and next(iter(found.values()))["verdict"] == "exact"
@@ -106,3 +108,16 @@ def test_an_unknown_workload_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "run.py"), "--out", str(tmp_path / "x"), "--workload", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0 and "'rerank'" in done.stderr
+
+
+def test_training_and_chamfer_records_become_tables(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    command = [sys.executable, str(BENCH / "run.py"), "--quick", "--out", str(out)]
+    command += ["--workload", "step 1x1000", "chamfer 8k, 16", "--dtype", "f32", "--part", "training", "chamfer"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    _, step, clouds = map(json.loads, out.read_text().splitlines())
+    assert step["contenders"]["numkong_py backward"]["verdict"] == "exact"
+    assert all(entry["verdict"] != "wrong" for entry in step["contenders"].values())
+    machine = report.read([out], quick=True)[0]
+    assert "| step 1x1000 | f32 | 1 x 1000, 32 x 300, d = 128 | 1 |" in report.training_table(machine)
+    assert f"| chamfer 8k, 16 | cube | {clouds['points']} | 16 | 1 |" in report.chamfer_table(machine)

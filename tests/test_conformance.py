@@ -39,8 +39,10 @@ from oracle import (
 
 import numkong_py as nk
 from numkong_py import reference
+from numkong_py.cpu import METRICS as METRIC_NUMBERS
 
-ROWS = {row.name: row for row in nk.backends() if row.device == "cpu"}
+TABLE = {row.name: row for row in nk.backends() if row.device == "cpu"}
+ROWS = {name: row for name, row in TABLE.items() if row.reason != "not this architecture"}
 EVERYTHING = {"return_argmax": True, "return_token_scores": True, "return_bounds": True}
 ROW_AND_DTYPE = [pytest.param(name, dtype, id=f"{name}-{dtype}") for name in ROWS for dtype in DTYPES]
 
@@ -191,13 +193,15 @@ def test_scores_and_winners_against_exact_arithmetic(row: str, dtype: str, kind:
 def test_layout_ids_are_distinct_and_every_row_of_the_table_is_listed() -> None:
     ids = layout_ids()
     assert len(set(ids.values())) == len(ids)
-    assert set(ids) <= set(ROWS)
-    assert list(ROWS)[-1] == "serial", "the row that every machine has is the last"
+    assert list(ids) == list(TABLE) and len(TABLE) == 9
+    assert list(TABLE)[-1] == "serial", "the row that every machine has is the last"
+    families = ("sapphireamx genoa icelake alder haswell serial", "sme neonsdot serial", "v128relaxed serial")
+    assert " ".join(ROWS) in families, "one architecture's rows, the others say that they are another's"
 
 
 def test_serial_is_always_available_and_others_say_why_not() -> None:
     assert ROWS["serial"].available
-    for row in ROWS.values():
+    for row in TABLE.values():
         assert row.available or len(row.reason) > 10, row.name
         assert row.available or row.reason.strip() == row.reason
 
@@ -618,6 +622,48 @@ def test_topk_is_the_sorted_full_matrix(row: str, dtype: str, kind: str) -> None
             again = nk.topk(packed_queries, packed, k, metric=metric, **options)
             assert_same_bits(again[1], indices, f"indices with {options}")
             assert_same_bits(again[0], scores, f"scores with {options}")
+
+
+def topical(dtype: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Documents about two of sixteen topics and queries about one document each: scores lie far apart."""
+    rng = np.random.default_rng(11)
+    topics = rng.standard_normal((16, 40))
+    documents = [
+        (topics[rng.integers(0, 16, 2)[rng.integers(0, 2, length)]] + rng.normal(0, 0.3, (length, 40))).astype(
+            DTYPES[dtype]
+        )
+        for length in rng.integers(0, 40, 120)
+    ]
+    asked = [max(documents, key=len)[:count] for count in (32, 9, 23, 0, 40, 32)]
+    asked.append(np.zeros((4, 40), DTYPES[dtype]))
+    return asked, documents
+
+
+@pytest.mark.parametrize("metric", ["dot", "cosine", "angular"])
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+def test_what_cannot_reach_the_floor_is_left_out(row: str, dtype: str, metric: str) -> None:
+    need(row, dtype)
+    queries, documents = topical(dtype)
+    packed_queries, packed = pack(queries, row), pack(documents, row)
+    sign = -1 if metric == "angular" else 1
+    options = {"metric": METRIC_NUMBERS[metric], "mean": metric == "cosine"}
+    scores = packed.row.score(packed_queries, packed, **options).scores
+    ordered = sign * np.sort(-sign * scores, axis=1) * -1  # best first
+    for rank in range(0, 100, 3):  # a document at its own floor stays, however tight
+        floors = np.ascontiguousarray(ordered[:, rank], np.float64)
+        floored = packed.row.score(packed_queries, packed, **options, floors=floors).scores
+        left_out = bits(floored) != bits(scores)
+        assert not (left_out & (sign * scores >= sign * floors[:, None])).any()
+        assert (sign * floored[left_out] == -np.inf).all()
+        if rank == 3 and row != "serial":
+            assert left_out[0].mean() > 0.5, "one whole block of query tokens"
+            assert left_out[1].mean() > 0.5, "a query that shares its block"
+    for k in (1, 5, 119):
+        alone = nk.topk(packed_queries, packed, k, metric=metric, screen="never")
+        for block in (None, 7):
+            actual = nk.topk(packed_queries, packed, k, metric=metric, block=block)
+            assert_same_bits(actual[1], alone[1], "indices")
+            assert_same_bits(actual[0], alone[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

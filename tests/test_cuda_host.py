@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 def test_host_side_with_a_stand_in_for_cupy() -> None:
@@ -125,6 +126,7 @@ def scenario() -> None:
     import numkong_py as nk
     from numkong_py import arrays, cuda
     from numkong_py.cuda import collection, compile
+    from numkong_py.errors import DeviceMismatch
 
     launched: list[str] = []
     made = compile.kernel
@@ -190,6 +192,17 @@ def scenario() -> None:
             assert nk.pack(query, mask=np.ones((3, 32), bool), dtype=name).tokens == 96
             assert nk.pack(query[0], mask=np.arange(32) % 2 == 0, dtype=name).tokens == 16
             assert len(packed[[3, 1]]) == 2
+            _, used = kernels(nk.pack, tokens, offsets=offsets, dtype=name, normalize=True)
+            assert used == ["normalize"]
+
+            _, first = kernels(cuda.score, query, documents, dtype=name)
+            _, again = kernels(cuda.score, query, documents, dtype=name)  # prepared launches: the same kernels
+            assert again == first
+            elsewhere = cuda.pack(query, dtype=name)
+            elsewhere.device_id = 1
+            for one, other in ((elsewhere, documents), (documents, elsewhere)):
+                with pytest.raises(DeviceMismatch, match=r"cuda:0.*cuda:1|cuda:1.*cuda:0"):
+                    cuda.score(one, other)
             plain = host[:5].view(ml_dtypes.bfloat16) if dtype == "bf16" else host[:5]
             moved = nk.pack([plain, plain[::-1]], backend="serial").to("cuda")
             back = np.asarray(moved[1].unpack())

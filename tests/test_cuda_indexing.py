@@ -178,6 +178,29 @@ def test_half_warp_tree_is_the_same_tree() -> None:
     assert s[0] == tree[0]
 
 
+@pytest.mark.parametrize("longest", [1, 16, 17, 32, 33, 250, 256, 257, 1000, 1024, 2000])
+def test_combine_takes_every_group_of_every_item_once(longest: int) -> None:
+    """combine.cu: halves of a CTA share items of few groups, or take one item's groups in rounds."""
+    groups, items = (longest + 15) // 16, 37
+    threads = min(max(256, -(-groups // 2) * 32), 1024)
+    halves = threads // 16
+    together = max(1, halves // groups)
+    seen = np.zeros((items, groups), int)
+    totals = np.zeros(items, int)  # groups that the leader of an item adds
+    for first in range(0, items, together):
+        for round_ in range(0, groups, halves):
+            for half in range(halves):
+                which = half // groups if groups <= halves else 0
+                item, group = first + which, round_ + half - which * groups
+                if not (which < together and item < items):
+                    continue
+                if group < groups:
+                    seen[item, group] += 1
+                if half == which * groups:
+                    totals[item] += min(groups - round_, halves)
+    assert (seen == 1).all() and (totals == groups).all()
+
+
 # ------------------------------------------------------------------------------------- mma.sync
 
 
@@ -232,6 +255,32 @@ def test_radix_keys_order_scores_as_the_contract_does() -> None:
     keys = np.where(np.isnan(values), np.uint64(1), keys)
     assert (np.diff(keys.astype(object)) >= 0).all()
     assert keys[5] == keys[6] and len(set(keys.tolist())) == len(keys) - 1 and keys.min() == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_screen_of_fours_finds_the_best_and_bounds_the_rest(seed: int) -> None:
+    """max_of_four on float bits, then the place within the four: forward.cuh, MODE_SCREEN."""
+    rng = np.random.default_rng(seed)
+    for _ in range(300):
+        values = rng.integers(-3, 4, 16).astype(np.float32) * np.float32(rng.choice([1, 0.25]))
+        bits = (values + np.float32(0)).view(np.int32)  # no -0
+        best = other = -1
+        four, kept = 0, [0, 0, 0, 0]
+        for j in range(4):
+            group = bits[4 * j : 4 * j + 4]
+            high = max(group)
+            lower, new = min(best, high), max(best, high)
+            if new != best:
+                four, kept = j, list(group)
+            best, other = new, max(other, lower)
+        if best < 0:
+            assert (values < 0).all()  # the kernel then looks at floats
+            continue
+        place = next(i for i in range(4) if kept[i] == best)
+        rest = max(other, *(kept[i] for i in range(4) if i != place), 0)
+        column = 4 * four + place
+        assert values[column] == values.max() and column == int(values.argmax())
+        assert np.int32(rest).view(np.float32) >= np.delete(values, column).max(initial=-np.inf)
 
 
 def test_screen_insertion_keeps_two_candidates_and_bounds_the_rest() -> None:
@@ -357,8 +406,19 @@ def test_a_new_depth_of_a_class_compiles_nothing() -> None:
     for low, high in ((8, 64), (72, 96), (104, 128)):
         macros = {repr(launch_table.forward(256, stride, 0).macros(0, "bf16")) for stride in range(low, high + 1, 8)}
         assert len(macros) == 1
+    for low, high in ((8, 64), (72, 128)):
+        macros = {repr(launch_table.forward(64, stride, 0).macros(0, "bf16")) for stride in range(low, high + 1, 8)}
+        assert len(macros) == 1
     deep = {repr(launch_table.forward(256, stride, 0).macros(0, "bf16")) for stride in range(136, 4097, 8)}
     assert len(deep) == 2  # queries resident or streamed
+
+
+@pytest.mark.parametrize("mode", [launch_table.SCORE, launch_table.ARGMAX, launch_table.SCREEN])
+def test_depth_classes_pick_every_variant(mode: int) -> None:
+    def macros(strides: tuple[int, ...]) -> set[str]:
+        return {repr((v.source, v.macros(mode, "f16"))) for v in launch_table.all_variants(mode, strides)}
+
+    assert macros(launch_table.DEPTH_CLASSES) == macros(tuple(range(8, 4097, 8)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
@@ -366,9 +426,11 @@ def test_parameter_structs_have_the_sizes_of_the_kernels() -> None:
     """Offsets are implied by native alignment on both sides; what a kernel appends must be appended here."""
     from numkong_py.cuda import collection, scoring, search
 
-    assert scoring.FORWARD.size == 2 * 128 + 13 * 8 + 8 + 12 * 4
-    assert scoring.GENERAL.size == 2 * (5 * 8 + 8 + 2 * 4) + 4 * 8 + 8 + 2 * 8 + 7 * 4
+    assert scoring.FORWARD.size == 2 * 128 + 15 * 8 + 8 + 13 * 4
+    assert scoring.GENERAL.size == 2 * (5 * 8 + 8 + 2 * 4) + 6 * 8 + 8 + 2 * 8 + 7 * 4
+    assert scoring.FORWARD_LOUD_AT == 2 * 128 + 13 * 8 and scoring.GENERAL_OUTPUTS_AT == 2 * (5 * 8 + 8 + 2 * 4) + 8
     assert scoring.COMBINE.size == 9 * 8 + 8 + 5 * 4
     assert scoring.REFINE.size == 15 * 8 + 8 + 4 * 4
     assert collection.STATS.size == 5 * 8 + 8 + 4 * 4
+    assert collection.NORMALIZE.size == 8 + 8 + 2 * 4
     assert search.PARAMETERS.size == 4 * 8 + 4 * 8 + 2 * 4

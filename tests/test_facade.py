@@ -258,7 +258,7 @@ def test_capabilities_come_from_c() -> None:
     assert str(nk.Capability(0)) == "none" and str(nk.Capability.avx2 | nk.Capability.fma) == "avx2 fma"
 
 
-@pytest.mark.parametrize("row", CPU_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in CPU_ROWS if row.built], ids=lambda row: row.name)
 def test_the_mask_that_a_row_requires_selects_it(row: object) -> None:
     for dtype in row.dtypes:
         number = getattr(lib, f"nk_{dtype}_k")

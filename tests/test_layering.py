@@ -18,8 +18,11 @@ LAYERS = (
     {"reference", "cpu", "cuda"},
     {"backends", "storage"},
     {"packed", "ops"},
-    {"gradient", "chamfer", "search"},
+    {"sides"},
+    {"neighbours"},
+    {"gradient", "chamfer", "corpus", "interop"},
     {"jax", "distributed", "adapters", "demo", "cli"},
+    {"dispatch"},
     {"__init__", "__main__"},
 )
 LAYER_OF = {module: position for position, layer in enumerate(LAYERS) for module in layer}
@@ -30,6 +33,7 @@ ONLY_IMPORTER = {
     "jaxlib": ("jax",),
     "dask": ("distributed",),
     "distributed": ("distributed",),
+    "fsspec": ("distributed",),
     "torch": (),
 }
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -173,3 +177,25 @@ def test_a_backend_includes_no_other_backend_and_has_its_row() -> None:
     assert {path.stem for path in files} == set(layout_ids())
     for path in files:
         assert not re.search(r"#\s*include\s+\".*\.c\"", path.read_text()), path.name
+
+
+GNU_ONLY = re.compile(r"__attribute__|__builtin_|__asm__|__typeof|\btypeof\b|\(\{")
+NOT_FOR_MSVC = ("sapphireamx.c", "sme.c", "arm_sme_abi.inc", "v128relaxed.c", "entry.c")  # rows that it does not build
+
+
+def test_gnu_extensions_stand_where_only_gnu_compilers_read_them() -> None:
+    for path in C_FILES:
+        if path.name in NOT_FOR_MSVC or path.name.startswith("wasm_") or "xla" in path.name:
+            continue
+        conditions: list[str] = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            directive = re.match(r"\s*#\s*(if\w*|elif|else|endif)\b(.*)", line)
+            if directive and directive[1].startswith("if"):
+                conditions.append(directive[2])
+            elif directive and directive[1] == "endif":
+                conditions.pop()
+            elif directive:
+                conditions[-1] += directive[2]
+            elif GNU_ONLY.search(line):
+                guarded = any(re.search("__GNUC__|__clang__|_MSC_VER", condition) for condition in conditions)
+                assert guarded, f"{path.name}:{number}: {line.strip()}"

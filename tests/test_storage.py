@@ -1,4 +1,4 @@
-"""Files of packed collections: round trips, damage, crashes, full disks, other rows' files, sizes past 32 bits."""
+"""Files of packed collections: round trips, damage, crashes, full disks, other rows' files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from oracle import DTYPES, ROOT, assert_same_bits, assert_same_result
 import numkong_py as nk
 from numkong_py import storage
 from numkong_py.backends import BACKENDS
-from numkong_py.layout import HEADER, Contents, read_header
+from numkong_py.layout import HEADER, Contents
 
 RANDOM = np.random.default_rng(8)
 LENGTHS = [5, 0, 17, 1, 0, 40, 3, 0]
@@ -118,14 +118,6 @@ def test_saving_over_the_mapped_file_does_not_hurt_its_reader(saved: Path) -> No
     assert_same_bits(nk.maxsim(QUERIES, nk.open(saved)), wanted[:, :1])
     second.save(saved)
     assert len(nk.open(saved, verify="full")) == 6
-
-
-def test_many_documents_of_one_token(tmp_path: Path) -> None:
-    tokens = RANDOM.standard_normal((1_100_000, 2)).astype(np.float16)
-    nk.pack(tokens, offsets=np.arange(len(tokens) + 1)).save(tmp_path / "x")
-    opened = nk.open(tmp_path / "x")
-    assert len(opened) == 1_100_000 and opened[-1].unpack().tobytes() == tokens[-1:].tobytes()
-    assert nk.topk(tokens[-1:], opened[-5:], 5)[1].shape == (5,)
 
 
 # ------------------------------------------------------------------------------------------- what others see
@@ -279,7 +271,11 @@ def test_killed_at_random_points(saved: Path) -> None:
     scores = {len(packed): nk.maxsim(QUERIES, packed) for packed in choices}
     reader = nk.open(saved)
     seen = set()
-    for delay in RANDOM.uniform(0, 0.01, 200):
+    begin = time.perf_counter()
+    for packed in choices:
+        packed.save(saved)
+    round_trip = time.perf_counter() - begin  # a loaded machine takes longer: some kills must come after both saves
+    for delay in RANDOM.uniform(0, max(0.01, 4 * round_trip), 200):
         child = os.fork()
         if child == 0:
             while True:
@@ -455,7 +451,7 @@ def forged(saved: Path, change: Callable[[dict[str, Any], bytearray], Any]) -> P
     text = {"__metadata__": metadata, **table}
     change(text, data)
     for name, tensor in table.items():
-        metadata[storage.HASH + name] = storage._digest([data[slice(*tensor["data_offsets"])]])
+        metadata[storage.HASH + name] = storage.digest([data[slice(*tensor["data_offsets"])]])
     head = storage._encode(text.pop("__metadata__"), text)
     path = saved.parent / "forged"
     path.write_bytes(head + data)
@@ -575,107 +571,6 @@ def test_every_row_opens_every_other_rows_file(tmp_path: Path, monkeypatch: pyte
             opened = nk.open(tmp_path / name)
         assert opened.backend == "serial" and len(caught) == (name != "serial")
         assert_same_bits(nk.maxsim(QUERIES, opened), wanted)
-
-
-# ------------------------------------------------------------------------------------------- sizes
-
-
-def checksum(head: bytes) -> int:
-    """The packed header's checksum, as c/packed.c has it."""
-    value = 0xCBF29CE484222325
-    for word in np.frombuffer(head, "<u8")[:-1].tolist():
-        value = (value ^ word) * 0x100000001B3 % (1 << 64)
-        value ^= value >> 29
-    return value
-
-
-def sparse_file(path: Path, offsets: np.ndarray, depth: int, last: nk.PackedTensor) -> None:
-    """A file of the serial row in which only the last document has tokens that are not zero; its rest is a hole."""
-    documents, tokens, itemsize = len(offsets) - 1, int(offsets[-1]), DTYPES[last.dtype].itemsize
-    ends, end = [], HEADER.itemsize
-    for count in (8 * (documents + 1), 48 * documents, 8 * tokens, 0, 0, 0, 0, tokens * depth * itemsize):
-        ends.append(-(-end // 64) * 64)
-        end = ends[-1] + count
-    head = bytearray(last.buffer[: HEADER.itemsize].tobytes())
-    head[24:120] = np.array([documents, tokens, depth, end, *ends], "<u8").tobytes()
-    head[-8:] = checksum(bytes(head)).to_bytes(8, "little")
-    header = read_header(np.frombuffer(head, np.uint8))
-    table = storage._table(header, last.dtype)
-    metadata = storage._metadata(header, last.dtype, "serial", False)
-    stored = offsets.astype("<i8").tobytes()
-    metadata |= {storage.HASH + "header": storage._digest([head]), storage.HASH + "offsets": storage._digest([stored])}
-    text = storage._encode(metadata, table)
-
-    small = np.frombuffer(last.buffer[:128].tobytes(), "<u8")
-    documents_at, square_at, originals_at = (int(small[place // 8]) for place in (64, 72, 112))
-    pieces = {
-        0: head,
-        HEADER.itemsize: stored,
-        ends[1] + 48 * (documents - 1): last.buffer[documents_at : documents_at + 48],
-        ends[2] + 8 * (tokens - last.tokens): last.buffer[square_at : square_at + 8 * last.tokens],
-        end - last.tokens * depth * itemsize: last.buffer[originals_at:],
-    }
-    with path.open("wb") as file:
-        file.write(text)
-        for place, data in pieces.items():
-            file.seek(len(text) + place)
-            file.write(bytes(data))
-    if path.stat().st_blocks * 512 > 1 << 30:
-        pytest.skip("this file system has no sparse files")
-
-
-def test_the_sparse_files_of_these_tests_are_right(tmp_path: Path) -> None:
-    packed = nk.pack(DOCUMENTS, backend="serial")
-    blank = [np.zeros((count, 20), np.float32) for count in LENGTHS[:5]] + [DOCUMENTS[5]]
-    sparse_file(tmp_path / "x", OFFSETS[:7], 20, packed[5:6][[0]])
-    assert_same_bits(nk.maxsim(QUERIES, nk.open(tmp_path / "x")), nk.maxsim(QUERIES, blank))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sparse files and their sizes as Linux has them")
-def test_more_tokens_than_32_bits_count(tmp_path: Path) -> None:
-    count = (1 << 32) + 1000
-    document = RANDOM.standard_normal((33, 2)).astype(np.float16)
-    offsets = np.array([0, 0, 1 << 32, count - 33, count])
-    sparse_file(tmp_path / "x", offsets, 2, nk.pack([document], backend="serial"))
-    assert (tmp_path / "x").stat().st_size > 12 << 32
-    opened = nk.open(tmp_path / "x")
-    assert opened.tokens == count and opened.lengths.tolist() == [0, 1 << 32, 967, 33]
-    assert opened[-1].unpack().tobytes() == document.tobytes()
-    query = nk.pack(document[:5], backend="serial")
-    assert_same_bits(nk.maxsim(query, opened[-1:]), nk.maxsim(query, [document]))
-    assert_same_bits(nk.maxsim_candidates(query, opened, [3]), nk.maxsim(query, [document]))
-    opened[-2:].save(tmp_path / "y")
-    assert nk.open(tmp_path / "y", verify="full")[-1].unpack().tobytes() == document.tobytes()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured in /proc")
-def test_opening_20_gb_takes_no_time_and_no_memory(tmp_path: Path) -> None:
-    document = RANDOM.standard_normal((250, 128)).astype(np.float16)
-    offsets = np.arange(310_001, dtype=np.int64) * 250
-    sparse_file(tmp_path / "x", offsets, 128, nk.pack([document], backend="serial"))
-    assert (tmp_path / "x").stat().st_size > 20e9
-    code = (
-        "import json, sys, time, numpy as np, numkong_py as nk\n"
-        "def memory():\n"
-        "    return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
-        "np.zeros(1), nk.backends()\n"
-        "before, seconds = memory(), []\n"
-        "for _ in range(5):\n"
-        "    opened = None\n"
-        "    begin = time.perf_counter()\n"
-        "    opened = nk.open(sys.argv[1])\n"
-        "    seconds.append(time.perf_counter() - begin)\n"
-        "after = memory()\n"
-        "nk.maxsim(np.ones((32, 128), np.float16), opened[-10:], threads=1)\n"
-        "print(json.dumps([seconds, after - before, memory() - after]))\n"
-    )
-    run = [sys.executable, "-c", code, str(tmp_path / "x")]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    seconds, opening, scoring = json.loads(done.stdout)
-    milliseconds = " ".join(f"{1e3 * each:.1f}" for each in seconds)
-    print(f"opened in {milliseconds} ms and {opening / 1e6:.1f} MB; 10 documents scored in {scoring / 1e6:.1f} MB")
-    assert min(seconds) < 0.05 and opening < 20e6 and scoring < 20e6
 
 
 if __name__ == "__main__":

@@ -480,3 +480,66 @@ def test_public_functions_take_device_arrays(dtype: str) -> None:
     np.testing.assert_array_equal(nk.maxsim(query, moved).get(), whole)
     token = np.asarray(device[3].unpack().get()).view(NUMPY[dtype])
     np.testing.assert_array_equal(token.view(np.uint8), documents[3].view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_normalised_packing_has_the_bits_of_the_cpu_rows(dtype: str) -> None:
+    import numkong_py as nk
+
+    name = "bf16" if dtype == "bf16" else None
+    for depth, kind in ((128, "gauss"), (100, "wide"), (7, "negative")):
+        tokens = make([300], depth, dtype, 46, kind)[0]
+        tokens[5] = 0
+        want = nk.pack(tokens, normalize=True, backend="serial").unpack()
+        got = nk.pack(upload(tokens), normalize=True, dtype=name).unpack().get()
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_repeated_calls_take_the_short_way_to_the_same_bits(dtype: str) -> None:
+    """Loud and quiet tokens, packed and plain queries, cut and whole documents: first call and later ones agree."""
+    import cupy
+
+    row = next(name for name, why in UNAVAILABLE.items() if why is None)
+    name = "bf16" if dtype == "bf16" else None
+    for lengths, tokens in (([300] * 40, 32), ([1024] * 8, 1024), ([70] * 2000, 33)):
+        for loud in (False, True) if dtype == "bf16" else (False,):
+            query, documents = make([tokens] * 2, 128, dtype, 47), make(lengths, 128, dtype, 48)
+            if loud:
+                query[1][5] *= 2.0**100
+                documents[3][7] *= 2.0**100
+            d = collection(documents, row)
+            plain = upload(np.stack(query))
+            want = cuda.score(collection(query, row), d, return_argmax=True).scores.get()
+            assert not np.isnan(want).any()
+            for _ in range(3):
+                np.testing.assert_array_equal(cuda.score(plain, d, dtype=name).scores.get(), want)
+                np.testing.assert_array_equal(cuda.score(collection(query, row), d).scores.get(), want)
+            out = cupy.full(want.shape, 7, np.float32)
+            assert cuda.score(plain, d, dtype=name, out=out).scores is out
+            np.testing.assert_array_equal(out.get(), want)
+
+
+def test_a_collection_beyond_2_to_the_31_elements() -> None:
+    import cupy
+
+    row = next(name for name, why in UNAVAILABLE.items() if why is None)
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    count, tokens, depth = 60_000, 300, 128  # 2.3e9 elements, 4.6 GB
+    if free < 12e9:
+        pytest.skip(f"needs 12 GB of device memory, {free / 1e9:.0f} GB are free")
+    block = make([tokens] * 50, depth, "f16", 49)
+    small = collection(block, row)
+    corpus = cupy.empty((count // 50, 50 * tokens, depth), np.float16)
+    corpus[:] = upload(np.concatenate(block))
+    assert corpus.size > 2**31
+    for queries in (make([32], depth, "f16", 50), make([32] * 40, depth, "f16", 51)):
+        q = collection(queries, row)
+        large = cuda.pack(corpus.reshape(count, tokens, depth), row=row, copy=False)
+        large.prepare()
+        scores = cuda.score(q, large).scores
+        want = cuda.score(q, small).scores
+        assert bool((scores.reshape(len(queries), count // 50, 50) == want[:, None, :]).all())
+        best, indices = cuda.topk(q, large, 5)
+        assert (indices.get()[0] == int(want[0].argmax()) + 50 * np.arange(5)).all()
+        assert bool((best[0] == want[0].max()).all())
