@@ -63,13 +63,20 @@ static nk_status_t nk_select_(nk_dtype_t dtype, nk_capability_t capabilities, nk
     return stream ? nk_device_code_k : nk_success_k;
 }
 
-/* A checked buffer of this very row and dtype. */
-static nk_status_t nk_expect_(void const *packed, nk_backend_t const *backend, nk_dtype_t dtype) {
+/* A checked buffer of this very row and dtype, exact or coded. */
+static nk_status_t nk_expect_any_(void const *packed, nk_backend_t const *backend, nk_dtype_t dtype) {
     nk_status_t const status = nk_packed_check(packed, UINT64_MAX);
     if (status == nk_missing_kernel_k) return nk_pack_mismatch_k;
     if (status != nk_success_k) return status;
     nk_packed_header_t const *header = (nk_packed_header_t const *)packed;
     return header->layout == backend->layout && header->dtype == (nk_u32_t)dtype ? nk_success_k : nk_pack_mismatch_k;
+}
+
+/* The same, with its tokens as they were given. */
+static nk_status_t nk_expect_(void const *packed, nk_backend_t const *backend, nk_dtype_t dtype) {
+    nk_status_t const status = nk_expect_any_(packed, backend, dtype);
+    if (status != nk_success_k) return status;
+    return nk_packed_coding(packed).precision == nk_exact_k ? nk_success_k : nk_pack_mismatch_k;
 }
 
 static nk_status_t nk_pack_size_(nk_dtype_t dtype, nk_size_t documents, nk_size_t tokens, nk_size_t depth,
@@ -79,7 +86,7 @@ static nk_status_t nk_pack_size_(nk_dtype_t dtype, nk_size_t documents, nk_size_
     if (!bytes) return nk_null_argument_k;
     nk_status_t status = nk_select_(dtype, capabilities, NULL, &backend);
     if (status != nk_success_k) return status;
-    status = nk_packed_describe(backend, dtype, documents, tokens, depth, &header);
+    status = nk_packed_describe(backend, dtype, NULL, documents, tokens, depth, &header);
     if (status == nk_success_k) *bytes = header.total_bytes;
     return status;
 }
@@ -96,8 +103,8 @@ static nk_status_t nk_packed_shape_(nk_dtype_t dtype, void const *packed, nk_siz
     return nk_success_k;
 }
 
-static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_maxsim_pack_t const *job, nk_capability_t capabilities,
-                                   nk_stream_t stream) {
+static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_coding_t const *coding, nk_maxsim_pack_t const *job,
+                                   nk_capability_t capabilities, nk_stream_t stream) {
     nk_backend_t const *backend;
     nk_packed_header_t header;
     if (!job || !job->packed || !job->offsets) return nk_null_argument_k;
@@ -117,7 +124,7 @@ static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_maxsim_pack_t const *job
     if (job->offsets[0] || job->offsets[job->documents] != tokens) return nk_unexpected_dimensions_k;
     for (nk_size_t document = 0; document != job->documents; ++document)
         if (job->offsets[document] > job->offsets[document + 1]) return nk_unexpected_dimensions_k;
-    status = nk_packed_describe(backend, dtype, job->documents, tokens, job->depth, &header);
+    status = nk_packed_describe(backend, dtype, coding, job->documents, tokens, job->depth, &header);
     return status == nk_success_k ? backend->kernels->pack(job, &header) : status;
 }
 
@@ -128,7 +135,7 @@ static nk_status_t nk_pack_(nk_dtype_t dtype, void const *vectors, nk_size_t vec
     nk_maxsim_pack_t const job = {
         {1, &pointer, &vector_count, &row_stride, &element_stride}, offsets, 1, depth, 0, packed};
     if (stride < depth * nk_dtype_bytes(dtype) && vector_count > 1) return nk_unexpected_dimensions_k;
-    return nk_pack_corpus_(dtype, &job, capabilities, stream);
+    return nk_pack_corpus_(dtype, NULL, &job, capabilities, stream);
 }
 
 /* Candidates in range, and the offsets of just their documents: a rerank must not walk the whole collection. */
@@ -150,8 +157,10 @@ static nk_status_t nk_corpus_(nk_dtype_t dtype, nk_maxsim_corpus_t const *job, n
     nk_backend_t const *backend;
     if (!job) return nk_null_argument_k;
     nk_status_t status = nk_select_(dtype, capabilities, stream, &backend);
-    if (status == nk_success_k) status = nk_expect_(job->queries, backend, dtype);
-    if (status == nk_success_k) status = nk_expect_(job->documents, backend, dtype);
+    if (status == nk_success_k) status = nk_expect_any_(job->documents, backend, dtype);
+    if (status != nk_success_k) return status;
+    int const coded = nk_packed_coding(job->documents).precision != nk_exact_k;
+    status = coded ? nk_expect_any_(job->queries, backend, dtype) : nk_expect_(job->queries, backend, dtype);
     if (status != nk_success_k) return status;
 
     nk_packed_header_t const *queries = (nk_packed_header_t const *)job->queries;
@@ -173,7 +182,7 @@ static nk_status_t nk_corpus_(nk_dtype_t dtype, nk_maxsim_corpus_t const *job, n
         for (nk_size_t query = job->query_begin; query != job->query_end; ++query)
             if (job->token_stride < offsets[query + 1] - offsets[query]) return nk_unexpected_dimensions_k;
     }
-    return backend->kernels->corpus(job);
+    return coded ? backend->kernels->coded(job) : backend->kernels->corpus(job);
 }
 
 static nk_status_t nk_packed_(nk_dtype_t dtype, void const *query_packed, void const *document_packed,
@@ -241,7 +250,7 @@ static nk_status_t nk_unpack_(nk_dtype_t dtype, void const *packed, nk_size_t to
     }                                                                                                                  \
     nk_status_t nk_maxsim_pack_corpus_##dtype##_best(nk_maxsim_pack_t const *job, nk_capability_t capabilities,        \
                                                      nk_stream_t stream) {                                             \
-        return nk_pack_corpus_(nk_##dtype##_k, job, capabilities, stream);                                             \
+        return nk_pack_corpus_(nk_##dtype##_k, NULL, job, capabilities, stream);                                       \
     }                                                                                                                  \
     nk_status_t nk_maxsim_corpus_##dtype##_best(nk_maxsim_corpus_t const *job, nk_capability_t capabilities,           \
                                                 nk_stream_t stream) {                                                  \
@@ -255,6 +264,27 @@ static nk_status_t nk_unpack_(nk_dtype_t dtype, void const *packed, nk_size_t to
 NK_MAXSIM_DEFINE_(bf16, nk_f32_t)
 NK_MAXSIM_DEFINE_(f16, nk_f32_t)
 NK_MAXSIM_DEFINE_(f32, nk_f64_t)
+
+nk_status_t nk_maxsim_pack_coded(nk_dtype_t dtype, nk_coding_t const *coding, nk_maxsim_pack_t const *job,
+                                 nk_capability_t capabilities, nk_stream_t stream) {
+    if (!coding) return nk_null_argument_k;
+    if (coding->precision != nk_int8_k) return nk_missing_kernel_k;
+    return nk_pack_corpus_(dtype, coding, job, capabilities, stream);
+}
+
+nk_status_t nk_maxsim_decode(void const *packed, nk_size_t token_begin, nk_size_t token_end, nk_f32_t *vectors) {
+    nk_status_t const status = nk_packed_check(packed, UINT64_MAX);
+    if (status != nk_success_k) return status;
+    nk_packed_header_t const *header = (nk_packed_header_t const *)packed;
+    if (nk_packed_coding(packed).precision == nk_exact_k) return nk_pack_mismatch_k;
+    if (token_begin > token_end || token_end > header->tokens) return nk_index_out_of_range_k;
+    if (header->depth == 0 || token_begin == token_end) return nk_success_k;
+    if (!vectors) return nk_null_argument_k;
+    nk_backend_t const *backend = nk_backend_by_layout(header->layout);
+    if (backend->required & ~nk_cpu_capabilities_detected()) return nk_missing_kernel_k;
+    backend->kernels->decode(packed, token_begin, token_end, vectors);
+    return nk_success_k;
+}
 
 /* Callers pass the returned bits as the mask of the kernel's own calls, so the same row packs and scores. */
 nk_status_t nk_maxsim_find_kernel(nk_kernel_kind_t kind, nk_dtype_t dtype, nk_capability_t capabilities,

@@ -11,7 +11,7 @@ from .cpu import cpu_rows, kernel_kinds
 from .cuda import cuda_rows
 from .dtypes import name_of
 from .errors import BackendUnavailable, DeviceMismatch, InvalidArgument, MissingKernel
-from .layout import Contents
+from .layout import Coding, Contents
 from .reference import MaxSimResult
 
 __all__ = ["BACKENDS", "Row", "backends", "find_kernel", "select"]
@@ -21,7 +21,8 @@ class Row(Protocol):
     """What `PackedTensor` and the scoring functions ask of a row; `numkong_py.cpu.CpuRow` says what each method does.
 
     A row may also have ``topk(queries, documents, k, candidates=, block=, progress=, **options)``, to select where its
-    scores are instead of in host memory, and ``adopt(collection)``, to take queries for one call without a copy.
+    scores are instead of in host memory, and ``adopt(collection)``, to take queries for one call without a copy. CPU
+    rows also take a coding, and have ``take(contents, sets, row)`` for packings that were made with one.
     """
 
     name: str
@@ -31,8 +32,8 @@ class Row(Protocol):
     available: bool
     reason: str | None
 
-    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str) -> int: ...
-    def pack(self, collection: Collection, normalize: bool = False) -> Contents: ...
+    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str, *coding: Coding) -> int: ...
+    def pack(self, collection: Collection, normalize: bool = False, *coding: Coding) -> Contents: ...
     def unpack(self, contents: Contents, begin: int, end: int) -> Any: ...
     def first_nonfinite(self, contents: Contents) -> int | None: ...
     def read_candidates(self, candidates: Any, rows: int, documents: Any) -> Any: ...

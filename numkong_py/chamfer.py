@@ -174,6 +174,12 @@ def _clouds(p: Any, q: Any, reduction: str) -> tuple[Side, Side]:
     if reduction not in REDUCTIONS:
         raise InvalidArgument(f"reduction: {reduction!r}, wanted one of {', '.join(REDUCTIONS)}")
     first, second = (side_of(side) for side in read_pair(p, q, ("p", "q")))
+    for name, side in (("p", first), ("q", second)):
+        if side.packed and side.source.precision != "exact":
+            raise InvalidArgument(
+                f"{name}: packed with precision {side.source.precision!r}, and distances are between exact points; "
+                f"pass the points, or what {name}.unpack() gives"
+            )
     if len(first) != len(second):
         raise ShapeMismatch(f"p: {len(first)} clouds, and q: {len(second)} clouds; wanted as many")
     return first, second

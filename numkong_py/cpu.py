@@ -12,6 +12,7 @@ import numpy as np
 
 from ._numkong import ffi, lib
 from .arrays import Collection, read_indices
+from .coded import SIGNED, Regions, copy_sets, regions
 from .dtypes import NUMPY_DTYPES, SCORED, name_of
 from .errors import (
     BackendUnavailable,
@@ -25,14 +26,17 @@ from .errors import (
     ShapeMismatch,
     UnsupportedDtype,
 )
-from .layout import MAGIC, Contents, aligned_bytes, read_header
+from .layout import EXACT, MAGIC, Coding, Contents, Header, aligned_bytes, read_header
 from .reference import MaxSimResult
 from .threads import run_all, thread_count
 
 __all__ = [
+    "CODED_DEPTH_MAX",
     "METRICS",
+    "PRECISIONS",
     "Capability",
     "CpuRow",
+    "coding_of",
     "compiled_capabilities",
     "cpu_rows",
     "detected_capabilities",
@@ -42,6 +46,7 @@ __all__ = [
     "open_packed",
     "output_dtype",
     "row_of_layout",
+    "score_dtype",
     "xla_calls",
     "xla_handlers",
 ]
@@ -67,6 +72,13 @@ METRICS = {
     name.removeprefix("nk_metric_").removesuffix("_k"): number
     for name, number in ffi.typeof("nk_metric_t").relements.items()
 }
+
+PRECISIONS = {
+    name.removeprefix("nk_").removesuffix("_k"): number
+    for name, number in ffi.typeof("nk_precision_t").relements.items()
+}
+PRECISION_NAMES = {number: name for name, number in PRECISIONS.items()}
+CODED_DEPTH_MAX = lib.nk_coded_depth_max_k
 
 GRADIENT_WORK = 8  # a multiply-add of a gradient, in those of a score: rows are gathered, sums are f64
 LONGEST_DOCUMENT = (1 << 31) - 1  # tokens: an argmax is int32
@@ -150,6 +162,16 @@ def output_dtype(dtype: Any) -> np.dtype:
     (dtype('float32'), dtype('float64'))
     """
     return OUTPUT_DTYPES[name_of(dtype)]
+
+
+def score_dtype(packed: Any) -> np.dtype:
+    """NumPy type of the scores of packed documents: float32 for coded ones, else that of `output_dtype`."""
+    return NUMPY_DTYPES["f32"] if packed.precision != "exact" else OUTPUT_DTYPES[packed.dtype]
+
+
+def coding_of(header: Header) -> Coding:
+    """How the buffer of a checked header is coded."""
+    return Coding(PRECISION_NAMES[header.flags & 0xFF], header.flags >> 8, header.centroids)
 
 
 def error_bound(dtype: Any) -> float:
@@ -242,18 +264,26 @@ class CpuRow:
         reason = lib.nk_capability_reason(missing[0])
         return _text(reason) if reason else f"{missing[0].name} is taken away by NUMKONG_CAPABILITIES"
 
-    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str) -> int:
+    def pack_size(self, documents: int, tokens: int, depth: int, dtype: str, coding: Coding = EXACT) -> int:
         """Bytes of a packed collection."""
-        bytes_ = ffi.new("nk_size_t *")
-        size = getattr(lib, f"nk_maxsim_pack_corpus_size_{dtype}_best")
-        check(size(documents, tokens, depth, self._mask, bytes_), "pack_size")
-        return bytes_[0]
+        return int(self._describe(documents, tokens, depth, dtype, coding).total_bytes)
 
-    def pack(self, collection: Collection, normalize: bool = False) -> Contents:
+    def _describe(self, documents: int, tokens: int, depth: int, dtype: str, coding: Coding) -> Any:
+        """The header of a packing of so many documents and tokens, and so the places of its regions."""
+        header = ffi.new("nk_packed_header_t *")
+        backend = lib.nk_backend_by_layout(self.layout)
+        check(
+            lib.nk_packed_describe(backend, DTYPE_IDS[dtype], _coding(coding), documents, tokens, depth, header),
+            "pack_size",
+        )
+        return header
+
+    def pack(self, collection: Collection, normalize: bool = False, coding: Coding = EXACT) -> Contents:
         """Pack a collection in host memory into a new uint8 array."""
         runs = collection.runs
         offsets = np.ascontiguousarray(collection.offsets, np.uint64)  # named, to outlive the call
-        buffer = aligned_bytes(self.pack_size(len(collection), int(offsets[-1]), collection.depth, collection.dtype))
+        size = self.pack_size(len(collection), int(offsets[-1]), collection.depth, collection.dtype, coding)
+        buffer = aligned_bytes(size)
         job = ffi.new("nk_maxsim_pack_t *")
         job.tokens.runs = len(runs.pointers)
         job.tokens.pointers = ffi.from_buffer("nk_u64_t[]", runs.pointers)
@@ -265,10 +295,38 @@ class CpuRow:
         job.depth = collection.depth
         job.normalize = normalize
         job.packed = ffi.from_buffer(buffer)
-        pack = getattr(lib, f"nk_maxsim_pack_corpus_{collection.dtype}_best")
-        check(pack(job, self._mask, ffi.NULL), "pack")
+        if coding == EXACT:
+            status = getattr(lib, f"nk_maxsim_pack_corpus_{collection.dtype}_best")(job, self._mask, ffi.NULL)
+        else:
+            status = lib.nk_maxsim_pack_coded(DTYPE_IDS[collection.dtype], _coding(coding), job, self._mask, ffi.NULL)
+        check(status, "pack")
         buffer.flags.writeable = False
         return _contents(self, buffer)
+
+    def lay_out(self, offsets: np.ndarray, depth: int, dtype: str, coding: Coding) -> tuple[np.ndarray, Regions]:
+        """A coded packing with zero codes and scales: its buffer, and views of its regions to fill in before `seal`."""
+        header = self._describe(len(offsets) - 1, int(offsets[-1]), depth, dtype, coding)
+        buffer = aligned_bytes(int(header.total_bytes))
+        buffer[:] = 0
+        buffer[: ffi.sizeof("nk_packed_header_t")] = np.frombuffer(ffi.buffer(header), np.uint8)
+        found = regions(buffer, coding.precision)
+        found.offsets[...] = offsets
+        if coding.precision in SIGNED and found.header.tokens:
+            found.plane[-1] = found.header.code_bias
+        return buffer, found
+
+    def seal(self, buffer: np.ndarray) -> Contents:
+        """What a filled buffer of `lay_out` holds."""
+        buffer.flags.writeable = False
+        return _contents(self, buffer)
+
+    def take(self, contents: Contents, sets: np.ndarray, row: CpuRow | None = None) -> Contents:
+        """Chosen sets of a coded packing, bit for bit, as a packing of this row or of another one."""
+        source = regions(contents.buffer, contents.coding.precision)
+        offsets = np.concatenate([[0], np.cumsum(np.diff(source.offsets)[sets])])
+        buffer, target = (row or self).lay_out(offsets, contents.depth, contents.dtype, contents.coding)
+        copy_sets(source, sets, target, contents.coding.precision)
+        return (row or self).seal(buffer)
 
     def read_candidates(self, candidates: Any, rows: int, documents: Any) -> np.ndarray:
         """Document indices [rows, count] as `score` takes them: checked, and counted within the documents' buffer."""
@@ -303,7 +361,11 @@ class CpuRow:
         return out
 
     def unpack(self, contents: Contents, begin: int, end: int) -> np.ndarray:
-        """Tokens begin .. end as they were given, [end - begin, depth], in new memory."""
+        """Tokens begin .. end as they were given, [end - begin, depth], in new memory; of a coded packing decoded."""
+        if contents.coding != EXACT:
+            decoded = np.empty((end - begin, contents.depth), np.float32)
+            check(lib.nk_maxsim_decode(contents.pointer, begin, end, ffi.from_buffer("float[]", decoded)), "unpack")
+            return decoded
         tokens = np.empty((end - begin, contents.depth), NUMPY_DTYPES[contents.dtype])
         unpack = getattr(lib, f"nk_maxsim_unpack_{contents.dtype}_best")
         target = ffi.from_buffer(f"nk_{contents.dtype}_t[]", tokens.view(np.uint8))
@@ -320,11 +382,14 @@ class CpuRow:
     def first_nonfinite(self, contents: Contents) -> int | None:
         """First token with a NaN or an infinity, or None.
 
-        The stored float64 sums of squares tell: those of finite tokens never overflow.
+        The stored float64 sums of squares tell: those of finite tokens never overflow. A coded one has no scale.
         """
         header = read_header(contents.buffer)
-        squares = contents.buffer[header.square_at : header.square_at + 8 * header.tokens].view(np.float64)
-        found = np.flatnonzero(~np.isfinite(squares))
+        if contents.coding == EXACT:
+            values = contents.buffer[header.square_at : header.square_at + 8 * header.tokens].view(np.float64)
+        else:
+            values = regions(contents.buffer, contents.coding.precision).scale[: header.tokens]
+        found = np.flatnonzero(~np.isfinite(values))
         return int(found[0]) if len(found) else None
 
     def score(
@@ -352,7 +417,7 @@ class CpuRow:
         the documents' buffer and were checked; out is None or an array of the scores' shape and type.
         """
         dtype = documents.dtype
-        output = OUTPUT_DTYPES[dtype]
+        output = score_dtype(documents)
         rows = queries.end - queries.begin
         columns = documents.end - documents.begin if candidates is None else candidates.shape[1]
         longest = queries.longest if return_argmax or return_token_scores else 0
@@ -537,6 +602,10 @@ class CpuRow:
         check(lib.nk_nearest(job, self._mask), "nearest")
 
 
+def _coding(coding: Coding) -> Any:
+    return ffi.new("nk_coding_t *", (PRECISIONS[coding.precision], coding.bits, coding.centroids))
+
+
 def _refuse_longest(documents: Any, candidates: np.ndarray | None) -> None:
     """Raise if a document that would be scored has more tokens than positions can count."""
     lengths = documents.lengths
@@ -622,7 +691,8 @@ def row_of_layout(layout: int) -> CpuRow:
 def _contents(row: CpuRow, buffer: np.ndarray) -> Contents:
     header = read_header(buffer)
     offsets = buffer[header.offsets_at : header.offsets_at + 8 * (header.documents + 1)].view(np.int64)
-    return Contents(row, buffer, ffi.from_buffer(buffer), DTYPE_NAMES[header.dtype], header.depth, offsets, row.device)
+    dtype, coding = DTYPE_NAMES[header.dtype], coding_of(header)
+    return Contents(row, buffer, ffi.from_buffer(buffer), dtype, header.depth, offsets, row.device, coding)
 
 
 def open_packed(buffer: np.ndarray) -> Contents:

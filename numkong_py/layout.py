@@ -8,7 +8,7 @@ import numpy as np
 
 from .errors import LayoutMismatch
 
-__all__ = ["ALIGNMENT", "HEADER", "MAGIC", "Contents", "Header", "aligned_bytes", "read_header"]
+__all__ = ["ALIGNMENT", "EXACT", "HEADER", "MAGIC", "Coding", "Contents", "Header", "aligned_bytes", "read_header"]
 
 ALIGNMENT = 64  # of every region from the start of a buffer, and of the buffers allocated here
 
@@ -17,13 +17,24 @@ MAGIC = b"NKPACK\0\0"  # the first bytes of every packed buffer
 FIELDS = {  # those that Python needs: type and place of each in the 256 bytes
     "layout": ("<u4", 12),
     "dtype": ("<u4", 16),
+    "flags": ("<u4", 20),
     "documents": ("<u8", 24),
     "tokens": ("<u8", 32),
     "depth": ("<u8", 40),
     "total_bytes": ("<u8", 48),
     "offsets_at": ("<u8", 56),
+    "documents_at": ("<u8", 64),
     "square_at": ("<u8", 72),
+    "scale_at": ("<u8", 80),
+    "screen_at": ("<u8", 104),
     "originals_at": ("<u8", 112),
+    "inverse_norm_at": ("<u8", 120),
+    "ids_at": ("<u8", 128),
+    "codebook_at": ("<u8", 136),
+    "centroids": ("<u8", 144),
+    "tile_tokens": ("<u4", 152),
+    "code_bias": ("<u4", 156),
+    "code_bytes": ("<u8", 160),
 }
 _FORMATS, _PLACES = zip(*FIELDS.values())
 HEADER = np.dtype({"names": list(FIELDS), "formats": _FORMATS, "offsets": _PLACES, "itemsize": 256})
@@ -34,13 +45,35 @@ class Header(NamedTuple):
 
     layout: int
     dtype: int
+    flags: int
     documents: int
     tokens: int
     depth: int
     total_bytes: int
     offsets_at: int
+    documents_at: int
     square_at: int
+    scale_at: int
+    screen_at: int
     originals_at: int
+    inverse_norm_at: int
+    ids_at: int
+    codebook_at: int
+    centroids: int
+    tile_tokens: int
+    code_bias: int
+    code_bytes: int
+
+
+class Coding(NamedTuple):
+    """What a packing keeps of a token: ``nk_coding_t``."""
+
+    precision: str
+    bits: int = 0  # of "residual"
+    centroids: int = 0  # of "residual"
+
+
+EXACT = Coding("exact")
 
 
 class Contents(NamedTuple):
@@ -53,6 +86,7 @@ class Contents(NamedTuple):
     depth: int
     offsets: np.ndarray  # int64 [documents + 1], in host memory
     device: str  # "cpu" or "cuda:<index>"
+    coding: Coding = EXACT
 
 
 def read_header(buffer: np.ndarray) -> Header:

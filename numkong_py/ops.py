@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import Collection, read_collection
 from .backends import Row
-from .cpu import METRICS, output_dtype
+from .cpu import METRICS, score_dtype
 from .errors import DeviceMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch, UnsupportedDtype
 from .packed import PackedTensor, pack_collection, select
 from .reference import MaxSimResult
@@ -40,8 +40,17 @@ def _check_pair(q: Any, docs: Any, names: tuple[str, str] = ("q", "docs")) -> No
         )
 
 
+def _check_precisions(q: PackedTensor, docs: PackedTensor) -> None:
+    if q.precision != "exact" and docs.precision == "exact":
+        raise LayoutMismatch(
+            f"q: packed with precision {q.precision!r}, and docs: exact; coded queries are scored against coded "
+            f'documents; pass nk.pack(q) of the vectors, or nk.pack(docs, precision="int8")'
+        )
+
+
 def _check_packed_pair(q: PackedTensor, docs: PackedTensor) -> None:
     _check_pair(q, docs)
+    _check_precisions(q, docs)
     if q.row is not docs.row:
         raise LayoutMismatch(
             f"q: packed by row {q.backend!r}, and docs: by row {docs.backend!r}; wanted one row; "
@@ -88,7 +97,10 @@ def pack_pair(
     row = rows[0] if rows else select(documents.dtype, documents.device)
     if not isinstance(documents, PackedTensor):
         documents = pack_collection(documents, row)
-    return queries if isinstance(queries, PackedTensor) else _pack_queries(queries, row), documents
+    if not isinstance(queries, PackedTensor):
+        queries = _pack_queries(queries, row)
+    _check_precisions(queries, documents)
+    return queries, documents
 
 
 def _pack_queries(queries: Collection, row: Row) -> PackedTensor:
@@ -101,6 +113,7 @@ def _both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
     if isinstance(q, PackedTensor) and isinstance(docs, PackedTensor):
         if q.row is not docs.row or q.dtype != docs.dtype or q.depth != docs.depth or not q.runnable:
             _check_packed_pair(q, docs)
+        _check_precisions(q, docs)
         return q, docs
     return pack_pair(*read_pair(q, docs))
 
@@ -134,7 +147,7 @@ def _score(
     if out is not None:
         full = (len(queries), len(documents) if candidates is None else candidates.shape[1])
         shape = full if axis is None else full[1 - axis : 2 - axis]
-        out = row.check_output(out, shape, output_dtype(documents.dtype))
+        out = row.check_output(out, shape, score_dtype(documents))
         target = out.reshape(full) if out.flags.c_contiguous else None
     result = row.score(
         queries,
@@ -206,8 +219,8 @@ def maxsim(
     Returns
     -------
     array or MaxSimResult
-        Scores ``[queries, documents]``, ``[documents]`` for one 2-D query: float64 for f32, float32 for bf16 and f16.
-        An empty query scores 0; a NaN makes that query's or that document's scores NaN.
+        Scores ``[queries, documents]``, ``[documents]`` for one 2-D query: float64 for f32, float32 for bf16, f16 and
+        coded documents. An empty query scores 0; a NaN makes that query's or that document's scores NaN.
 
     Raises
     ------
@@ -432,7 +445,8 @@ def topk(
         scores = _score(queries, documents, indices, None, **options)
         best = _merge(scores, np.where(indices < 0, -1, indices - documents.begin), k, descending)
     else:
-        leave_out = screen == "auto" and queries.longest <= getattr(documents.row, "floor_tokens", 0)
+        floored = documents.precision == "exact" and queries.longest <= getattr(documents.row, "floor_tokens", 0)
+        leave_out = screen == "auto" and floored
         best = _scan(queries, documents, k, block, progress, leave_out, options)
     scores, indices = _fill(*best, k, -math.inf if descending else math.inf)
     return (scores[0], indices[0]) if queries.single else (scores, indices)
@@ -474,7 +488,7 @@ def _scan(
     """Score block by block and keep the best k; the k-th best so far is the floor of the blocks that follow."""
     descending = options["metric"] != "angular"
     advance = _progress(progress, len(documents))
-    best_scores = np.zeros((len(queries), 0), output_dtype(documents.dtype))
+    best_scores = np.zeros((len(queries), 0), score_dtype(documents))
     best_indices = np.zeros((len(queries), 0), np.int64)
     for start, stop in _blocks(documents, block, leave_out):
         part = documents[start:stop]

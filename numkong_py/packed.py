@@ -13,17 +13,18 @@ import numpy as np
 
 from .arrays import Collection, read_collection, read_indices
 from .backends import BACKENDS, Row, select
-from .cpu import open_packed
+from .cpu import CODED_DEPTH_MAX, open_packed
 from .dtypes import name_of
 from .errors import (
     BackendUnavailable,
     DeviceMismatch,
     IndexOutOfRange,
     InvalidArgument,
+    MissingKernel,
     ShapeMismatch,
     UnsupportedDtype,
 )
-from .layout import Contents
+from .layout import EXACT, Coding, Contents
 from .storage import RepackWarning, Stored, read, write
 
 __all__ = [
@@ -37,7 +38,7 @@ __all__ = [
     "packed_shape",
 ]
 
-PRECISIONS = ("exact",)
+PRECISIONS = ("exact", "int8")
 
 
 class PackedTensor:
@@ -51,7 +52,7 @@ class PackedTensor:
     dtype : str
         ``"bf16"``, ``"f16"`` or ``"f32"``.
     precision : str
-        ``"exact"``.
+        ``"exact"``, or how its tokens are coded: ``"int8"``.
     device : str
         ``"cpu"`` or ``"cuda:<index>"``.
     backend : str
@@ -84,13 +85,13 @@ class PackedTensor:
         "dtype",
         "end",
         "pointer",
+        "precision",
         "row",
         "runnable",
         "single",
         "tokens",
     )
 
-    precision = "exact"
     __array_ufunc__ = None  # NumPy's operators refuse it instead of taking it for a sequence
 
     def __init__(
@@ -104,7 +105,8 @@ class PackedTensor:
     ) -> None:
         self._contents = contents
         self._longest: int | None = None
-        self.row, self.buffer, self.pointer, self.dtype, self.depth, offsets, self.device = contents
+        self.row, self.buffer, self.pointer, self.dtype, self.depth, offsets, self.device, coding = contents
+        self.precision = coding.precision
         self.begin = begin
         self.end = len(offsets) - 1 if end is None else end
         self.tokens = int(offsets[self.end] - offsets[self.begin])
@@ -167,8 +169,15 @@ class PackedTensor:
         )
 
     def _gather(self, indices: np.ndarray) -> PackedTensor:
+        if self.precision != "exact":
+            return PackedTensor(self._taken(indices), runnable=self.runnable)
         sets = [self[int(index)].unpack() for index in indices]
         return pack_collection(self._collection(sets), self.row)
+
+    def _taken(self, indices: np.ndarray | None = None, row: Any = None) -> Contents:
+        """Codes of chosen sets (all of its own without indices), bit for bit, as a new buffer of a row."""
+        indices = np.arange(len(self)) if indices is None else indices
+        return self.row.take(self._contents, self.begin + indices, row)
 
     def _collection(self, x: Any) -> Collection:
         return read_collection(x, "x", depth=self.depth, dtype=self.dtype)
@@ -221,6 +230,8 @@ class PackedTensor:
     def to(self, backend_or_device: str) -> PackedTensor:
         """Pack the stored tokens with another row, or with the best one of a device; itself if nothing changes.
 
+        Codes stay what they are, bit for bit.
+
         Parameters
         ----------
         backend_or_device : str
@@ -243,6 +254,9 @@ class PackedTensor:
             row = select(self.dtype, device, backend=backend_or_device)
         if row is self.row and (device == kind or device == self.device):
             return self
+        if self.precision != "exact":
+            _need_cpu(self.precision, row)
+            return PackedTensor(self._taken(row=row), single=self.single)
         tokens = self.unpack()
         if row.device == "cpu" and self.device != "cpu":
             tokens = tokens.get() if self.single else [part.get() for part in tokens]
@@ -250,6 +264,8 @@ class PackedTensor:
 
     def unpack(self) -> Any:
         """Give back the stored tokens, bit for bit: one array for a single set, else a list of arrays.
+
+        Of a coded packing, what its codes stand for: float32.
 
         Examples
         --------
@@ -299,7 +315,8 @@ class PackedTensor:
         contents = self._contents
         if not self._whole:
             self.require()
-            contents = self.row.pack(self._collection(self.unpack()))
+            exact = self.precision == "exact"
+            contents = self.row.pack(self._collection(self.unpack())) if exact else self._taken()
         write(path, contents, single=self.single)
 
     @property
@@ -307,6 +324,8 @@ class PackedTensor:
         return self.begin == 0 and self.end == len(self._contents.offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.precision != "exact":
+            return _restore, (self.buffer if self._whole else self._taken().buffer, self.single)
         if self._whole and self.device == "cpu":
             return _restore, (self.buffer, self.single)
         return _repack, (self.unpack(), self.depth, self.dtype, self.backend)
@@ -391,6 +410,11 @@ def open_file(path: str | os.PathLike[str], *, mmap: bool = True, verify: str = 
 
 def from_stored(stored: Stored) -> PackedTensor:
     """What a checked file holds: as it lies, or packed again in memory where its row cannot run here."""
+    if stored.unavailable and stored.coding != EXACT:
+        row = select(stored.dtype)
+        depth = stored.originals.shape[1]
+        contents = Contents(row, stored.buffer, None, stored.dtype, depth, stored.offsets, "cpu", stored.coding)
+        return PackedTensor(row.take(contents, np.arange(len(stored.offsets) - 1)), single=stored.single)
     if stored.unavailable:
         return pack_collection(stored.collection(), select(stored.dtype))
     return PackedTensor(stored.contents, single=stored.single)
@@ -406,12 +430,44 @@ def _as_bytes(buffer: Any) -> np.ndarray:
 
 
 def pack_collection(
-    collection: Collection, row: Row, *, normalize: bool = False, device: str | None = None
+    collection: Collection,
+    row: Row,
+    *,
+    normalize: bool = False,
+    device: str | None = None,
+    coding: Coding = EXACT,
 ) -> PackedTensor:
     """Pack a collection with a row that was selected for its dtype and device."""
     if collection.device.partition(":")[0] != row.device and device is None:
         raise DeviceMismatch(f"x: on {collection.device}, and row {row.name!r} works on {row.device}; pass device=")
-    return PackedTensor(row.pack(collection, normalize), single=collection.single)
+    if coding == EXACT:
+        return PackedTensor(row.pack(collection, normalize), single=collection.single)
+    _need_cpu(coding.precision, row)
+    _need_shallow(coding.precision, collection.depth)
+    return PackedTensor(row.pack(collection, normalize, coding), single=collection.single)
+
+
+def _need_cpu(precision: str, row: Row) -> None:
+    if row.device != "cpu":
+        raise MissingKernel(
+            f"precision: {precision!r} has CPU rows only, and row {row.name!r} works on {row.device}; "
+            'pack a copy of x in host memory, or pass precision="exact"'
+        )
+
+
+def _need_shallow(precision: str, depth: int) -> None:
+    if depth > CODED_DEPTH_MAX:
+        raise ShapeMismatch(
+            f"x: depth {depth}, and precision {precision!r} takes at most {CODED_DEPTH_MAX}, past which sums of its "
+            'codes could wrap; pass precision="exact"'
+        )
+
+
+def read_coding(precision: Any) -> Coding:
+    """The coding of `pack`'s options."""
+    if precision not in PRECISIONS:
+        raise InvalidArgument(f"precision: {precision!r}, wanted one of {', '.join(map(repr, PRECISIONS))}")
+    return Coding(precision)
 
 
 def pack(
@@ -442,8 +498,9 @@ def pack(
         Element type to insist on; ``"bf16"`` reads uint16 arrays as bfloat16 bits.
     depth : int, optional
         Depth of an empty list.
-    precision : {"exact"}
-        ``"exact"`` keeps the vectors bit for bit.
+    precision : {"exact", "int8"}
+        ``"exact"`` keeps the vectors bit for bit. ``"int8"`` keeps a byte an element and a scale a token: scores are
+        float32, and `maxsim`'s bounds say how far they can be from the exact ones. docs/numerics.md has the loss.
     normalize : bool
         Store every token divided by its L2 norm, rounded to its dtype; zero tokens stay.
     backend : str, optional
@@ -467,14 +524,15 @@ def pack(
     --------
     >>> pack(np.ones((3, 8), np.float32), backend="serial").backend
     'serial'
+    >>> pack(np.float32([[1, -0.5, 0.25, 0]]), precision="int8").unpack().round(3)
+    array([[ 1.   , -0.504,  0.252,  0.   ]], dtype=float32)
     """
     if isinstance(x, PackedTensor):
         raise InvalidArgument("x: packed already; x.to(backend) packs it with another row")
-    if precision not in PRECISIONS:
-        raise InvalidArgument(f"precision: {precision!r}; this version has {', '.join(map(repr, PRECISIONS))}")
+    coding = read_coding(precision)
     found = read_collection(x, "x", offsets=offsets, lengths=lengths, mask=mask, dtype=dtype, depth=depth)
     row = select(found.dtype, device or found.device, backend=backend, capabilities=capabilities)
-    packed = pack_collection(found, row, normalize=normalize, device=device)
+    packed = pack_collection(found, row, normalize=normalize, device=device, coding=coding)
     if check_finite:
         _check_finite(packed)
     return packed
@@ -497,6 +555,7 @@ def pack_size(
     dtype: Any,
     *,
     documents: int = 1,
+    precision: str = "exact",
     backend: str | None = None,
     capabilities: int | None = None,
 ) -> int:
@@ -510,12 +569,12 @@ def pack_size(
     dtype : str or dtype
     documents : int
         Sets that the tokens belong to.
-    backend, capabilities
+    precision, backend, capabilities
         As for `pack`.
 
     Raises
     ------
-    MissingKernel, BackendUnavailable, ShapeMismatch
+    MissingKernel, BackendUnavailable, ShapeMismatch, InvalidArgument
 
     Examples
     --------
@@ -526,8 +585,13 @@ def pack_size(
         if not least <= operator.index(value) < 1 << 64:
             raise ShapeMismatch(f"{name}: {value}, wanted {least} or more, in 64 bits")
     name = name_of(dtype)
+    coding = read_coding(precision)
     row = select(name, backend=backend, capabilities=capabilities)
-    return row.pack_size(documents, count, depth, name)
+    if coding == EXACT:
+        return row.pack_size(documents, count, depth, name)
+    _need_cpu(precision, row)
+    _need_shallow(precision, depth)
+    return row.pack_size(documents, count, depth, name, coding)
 
 
 def packed_shape(packed: Any) -> tuple[int, int]:

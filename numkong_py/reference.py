@@ -16,6 +16,8 @@ __all__ = [
     "Sets",
     "chamfer",
     "chamfer_grad",
+    "decoded",
+    "int8_codes",
     "maxsim",
     "maxsim_candidates",
     "maxsim_grad",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 LANES = 16
+LEAST_CODED = 2.0**-80  # tokens without a larger element are coded as zero
 EMPTY_DOCUMENT = {"dot": -np.inf, "cosine": -np.inf, "angular": np.inf}
 REDUCTIONS = ("sum", "mean")
 
@@ -217,6 +220,149 @@ def normalized(x: np.ndarray) -> np.ndarray:
     return np.where((norms > 0) & (norms < np.inf), rounded(units, x.dtype), x)
 
 
+# ---------------------------------------------------------------------------------------------- coded tokens
+
+
+def _scales(largest: np.ndarray, limit: float) -> np.ndarray:
+    """Largest magnitudes over the limit in float32, 0 below LEAST_CODED; limit x scale stays finite."""
+    top = float(np.finfo(np.float32).max) / limit * (1 - 2.0**-23)
+    most = np.float32(top)
+    most = np.nextafter(most, np.float32(np.inf)) if float(most) < top else most
+    scales = np.minimum(largest.astype(np.float32) / np.float32(limit), most)
+    return np.where(largest < LEAST_CODED, np.float32(0), scales)
+
+
+def int8_codes(x: np.ndarray, limit: int = 127) -> tuple[np.ndarray, np.ndarray]:
+    """Code every token as float32 scale x integers in [-limit, limit].
+
+    ``scale = max|x| / limit`` and ``code = round(x (1 / scale))``, every operation rounded to float32 once, to nearest
+    even. A token with a NaN or an infinity has scale NaN and zero codes, one without an element of 2^-80 scale 0.
+
+    Parameters
+    ----------
+    x : array
+        ``[count, depth]``, any floating dtype.
+    limit : int
+        127, or the row's limit for queries.
+
+    Returns
+    -------
+    codes, scales : arrays
+        float64 ``[count, depth]`` and float32 ``[count]``.
+
+    Examples
+    --------
+    >>> int8_codes(np.float32([[127, -63.6, 0.4], [0, 0, 0]]))
+    (array([[127., -64.,   0.],
+           [  0.,   0.,   0.]]), array([1., 0.], dtype=float32))
+    """
+    x = np.asarray(x).astype(np.float32)
+    finite = np.isfinite(x).all(axis=1)
+    with np.errstate(all="ignore"):
+        scales = _scales(np.abs(x).max(axis=1, initial=0), limit)
+        codes = np.clip(np.rint(x * (np.float32(1) / scales)[:, None]), -limit, limit).astype(np.float64)
+    codes = np.where((finite & (scales > 0))[:, None], codes, 0.0) + 0.0  # no -0
+    return codes, np.where(finite, scales, np.float32(np.nan))
+
+
+def decoded(x: np.ndarray, precision: str) -> np.ndarray:
+    """What a coded packing unpacks to: scale x code, each element rounded to float32 once.
+
+    Examples
+    --------
+    >>> decoded(np.float32([[127, -63.6, 0.4]]), "int8")
+    array([[127., -64.,   0.]], dtype=float32)
+    """
+    codes, scales = CODERS[precision](x)
+    return scales[:, None] * codes.astype(np.float32)
+
+
+CODERS = {"int8": int8_codes}
+
+
+def _similarities(query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int) -> np.ndarray:
+    """Dot products, or cosines before they are clamped, of query tokens with the codes of document tokens.
+
+    ``(float32(float32(I) factor)) weight`` with I the integer dot of the codes: factor and weight are the scales for
+    dot; for cosine and angular 1 / norm of the codes, each rounded to float32 and 0 for zero codes. Two zero vectors
+    are at cosine 1 under angular, else at 0.
+    """
+    (query_codes, query_scales), (codes, scales) = int8_codes(query, limit), CODERS[precision](document)
+    products = (query_codes @ codes.T).astype(np.float32)  # integers below 2^31: exact in float64
+    if metric == "dot":
+        shifted = scales.astype(np.float64) * 2.0**-32  # so that no product leaves the range of float32
+        values = (products * shifted.astype(np.float32)).astype(np.float64)
+        return values * (query_scales.astype(np.float64) * 2.0**32)[:, None]
+    factors, weights = (_inverse_norms(*side) for side in ((codes, scales), (query_codes, query_scales)))
+    values = (products * factors).astype(np.float64) * weights.astype(np.float64)[:, None]
+    both_zero = (query_scales == 0)[:, None] & (scales == 0)
+    return np.where(both_zero, 1.0, values) if metric == "angular" else values
+
+
+def _inverse_norms(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    squares = (codes * codes).sum(axis=1)
+    inverse = np.divide(1.0, np.sqrt(squares), out=np.zeros(len(codes)), where=squares > 0)
+    return np.where(np.isnan(scales), np.nan, inverse).astype(np.float32)
+
+
+def _coded_best(
+    query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest token of the largest similarity, the lowest NaN before all, and what that similarity is worth."""
+    similarities = _similarities(query, document, metric, precision, limit)
+    best = np.argmax(similarities, axis=1)
+    values = np.take_along_axis(similarities, best[:, None], axis=1)[:, 0]
+    if metric == "dot":
+        return best, values
+    cosines = np.clip(values, -1.0, 1.0)
+    return best, cosines if metric == "cosine" else 1.0 - cosines
+
+
+def _chord(ratio: Any) -> Any:
+    """How far apart two directions can be where the difference is `ratio` of one of the vectors."""
+    inside = np.minimum(ratio, 1.0)
+    return np.where(ratio < 1, inside * np.sqrt(2 / (1 + np.sqrt(1 - inside * inside))), 2.0)
+
+
+def _losses(x: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Norms of tokens, and of what their codes leave over."""
+    wide = x.astype(np.float64)
+    rest = wide - codes * scales.astype(np.float64)[:, None]
+    return np.sqrt((wide * wide).sum(axis=1)), np.sqrt((rest * rest).sum(axis=1))
+
+
+def _coded_bound(
+    query: np.ndarray,
+    document: np.ndarray,
+    score: float,
+    total: float,
+    metric: str,
+    reduction: str,
+    precision: str,
+    limit: int,
+) -> float:
+    """Largest possible |score - exact score of the vectors that were coded|, by the formula of docs/numerics.md."""
+    if not np.isfinite(score):
+        return np.inf
+    count = len(query)
+    query_norms, query_losses = _losses(query, *int8_codes(query, limit))
+    norms, losses = _losses(document, *CODERS[precision](document))
+    rounding = 8 * 2.0**-24 + count * 2.0**-52
+    if metric == "dot":
+        reach = (query_norms + query_losses).sum()
+        error = (
+            reach * losses.max() + query_losses.sum() * norms.max() + rounding * reach * (norms.max() + losses.max())
+        )
+    else:
+        ratios, query_ratios = (
+            np.divide(loss, norm, out=np.zeros(len(norm)), where=norm > 0)
+            for loss, norm in ((losses, norms), (query_losses, query_norms))
+        )
+        error = _chord(query_ratios).sum() + count * (_chord(ratios.max()) + rounding)
+    error = (1 + 2.0**-20) * (error + 2.0**-24 * abs(total))
+    return (error / count + 2.0**-53 * abs(float(score)) if reduction == "mean" else error) + 2.0**-149
+
+
 # ------------------------------------------------------------------------------------------------ scores
 
 
@@ -267,6 +413,8 @@ def _score_index(
     metric: str = "dot",
     reduction: str = "sum",
     empty: float | None = None,
+    precision: str = "exact",
+    query_limit: int = 127,
     return_argmax: bool = False,
     return_token_scores: bool = False,
     return_bounds: bool = False,
@@ -276,7 +424,8 @@ def _score_index(
         raise ValueError(f"metric must be one of {sorted(EMPTY_DOCUMENT)}, got {metric!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    dtype = output_dtype(queries.tokens.dtype)
+    coded = () if precision == "exact" else (precision, query_limit)
+    dtype = np.dtype(np.float32) if coded else output_dtype(queries.tokens.dtype)
     empty_value = EMPTY_DOCUMENT[metric] if empty is None else empty
     longest = int(np.diff(queries.offsets).max(initial=0))
     scores = np.zeros(index.shape, dtype)
@@ -293,11 +442,17 @@ def _score_index(
             token_scores[s, c, : len(query)] = empty_value
             continue
         with np.errstate(all="ignore"):
-            best, best_values = _best(pair_values(query, document, metric), metric)
+            if coded:
+                best, best_values = _coded_best(query, document, metric, *coded)
+            else:
+                best, best_values = _best(pair_values(query, document, metric), metric)
             scores[s, c] = _score(best_values, reduction, dtype)
             argmax[s, c, : len(query)] = best
             token_scores[s, c, : len(query)] = best_values
-            if return_bounds:
+            if return_bounds and coded:
+                total = best_values.sum()
+                bounds[s, c] = _coded_bound(query, document, scores[s, c], total, metric, reduction, *coded)
+            elif return_bounds:
                 bounds[s, c] = _bound(query, document, scores[s, c], metric, reduction, dtype == np.float64)
     if not (return_argmax or return_token_scores or return_bounds):
         return scores
@@ -341,6 +496,8 @@ def maxsim(queries: Any, documents: Any, **options: Any) -> Any:
         ``"mean"`` divides by the number of valid query tokens.
     empty : float, optional
         Score of a document without tokens; default -inf (dot, cosine) or +inf (angular).
+    precision : {"exact", "int8"}
+        How the documents are coded; `query_limit` is the largest code of a query on the row.
     return_argmax, return_token_scores, return_bounds : bool
         Ask for a `MaxSimResult`.
 

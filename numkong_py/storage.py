@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from .arrays import Collection, collection
-from .cpu import DTYPE_NAMES, cpu_rows, open_packed
+from .cpu import DTYPE_NAMES, PRECISION_NAMES, coding_of, cpu_rows, open_packed
 from .dtypes import NUMPY_DTYPES, SCORED
 from .errors import BackendUnavailable, CorruptFile, InvalidArgument, LayoutMismatch
-from .layout import ALIGNMENT, HEADER, Contents, Header, aligned_bytes, read_header
+from .layout import ALIGNMENT, EXACT, HEADER, Coding, Contents, Header, aligned_bytes, read_header
 
 __all__ = [
     "HEAD_LIMIT",
@@ -71,10 +71,11 @@ class Stored(NamedTuple):
     single: bool
     buffer: np.ndarray  # uint8, the packed buffer
     offsets: np.ndarray  # int64 [documents + 1]
-    originals: np.ndarray  # [tokens, depth], the vectors as they were given
+    originals: np.ndarray  # [tokens, depth], the vectors as they were given; [0, depth] of coded ones
     extras: dict[str, np.ndarray]  # tensors after the packed buffer, one dimension each
     head: str  # hash of the container's header, which holds the hashes of all tensors
     start: int  # where in the file the packed buffer lies
+    coding: Coding = EXACT
 
     @property
     def unavailable(self) -> str | None:
@@ -108,6 +109,7 @@ def _table(header: Header, dtype: str) -> dict[str, dict[str, Any]]:
     The originals are the last region of a packed buffer, so they end where it ends.
     """
     documents, tokens, depth, total = header.documents, header.tokens, header.depth, header.total_bytes
+    tokens = 0 if header.flags else tokens  # coded ones have no originals
     offsets_at = HEADER.itemsize
     derived_at = offsets_at + 8 * (documents + 1)
     originals_at = total - tokens * depth * NUMPY_DTYPES[dtype].itemsize
@@ -158,7 +160,7 @@ def _metadata(header: Header, dtype: str, row: str, single: bool) -> dict[str, s
         MARK: VERSION,
         "row": row,
         "layout": str(header.layout),
-        "precision": "exact",
+        "precision": coding_of(header).precision,
         "dtype": dtype,
         "depth": str(header.depth),
         "documents": str(header.documents),
@@ -434,11 +436,12 @@ def _read(file: BinaryIO, size: int, mmap: bool, full: bool, progress: Callable[
     buffer = data[: header.total_bytes]
     offsets = pieces["offsets"].view(np.int64)
     _check_offsets(offsets, header.tokens)
-    originals = pieces["originals"].view(NUMPY_DTYPES[dtype]).reshape(header.tokens, header.depth)
+    originals = pieces["originals"].view(NUMPY_DTYPES[dtype]).reshape(-1, header.depth)
     contents = _open(buffer, header.layout)
     arrays = {name: pieces[name].view(EXTRA_DTYPES[tensor["dtype"]]) for name, tensor in extras.items()}
     single = metadata["single"] == "true"
-    return Stored(metadata["row"], contents, dtype, single, buffer, offsets, originals, arrays, digest([head]), start)
+    pieces = (buffer, offsets, originals, arrays, digest([head]), start, coding_of(header))
+    return Stored(metadata["row"], contents, dtype, single, *pieces)
 
 
 def extras_of(table: dict[str, Any]) -> dict[str, Any]:
@@ -482,6 +485,8 @@ def _check_head(head: bytes, metadata: dict[str, Any], table: dict[str, Any]) ->
     dtype = DTYPE_NAMES.get(header.dtype)
     if dtype not in SCORED:
         raise CorruptFile(f"its packed header has element type {header.dtype}, which is not scored")
+    if header.flags & 0xFF not in PRECISION_NAMES:
+        raise CorruptFile(f"its packed header has precision {header.flags & 0xFF}, which this version does not know")
     expected = _metadata(header, dtype, metadata.get("row", ""), metadata.get("single") == "true")
     wrong = [key for key, value in expected.items() if metadata.get(key) != value]
     if wrong:

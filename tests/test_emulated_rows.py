@@ -1,7 +1,7 @@
 """Rows whose instructions this machine lacks, run against software models: the conformance suite in a process apart.
 
 The models (tests/emulation) are checked first, against plain C. Then the package is built once with the models in
-place, and every modelled row goes through tests/test_conformance.py there.
+place, and every modelled row goes through tests/test_conformance.py and tests/test_coded.py there.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def test_modelled_rows_are_available_in_the_emulated_package(package: Path) -> N
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_conformance_of_a_modelled_row(package: Path, row: str) -> None:
+@pytest.mark.parametrize(("suite", "least"), [("test_conformance.py", 100), ("test_coded.py", 15)])
+def test_conformance_of_a_modelled_row(package: Path, row: str, suite: str, least: int) -> None:
     options = ["-q", "-p", "sampling", "-p", "no:cacheprovider", "--row", row, "--every", "4", "--tb=short"]
-    result = run(package, "-m", "pytest", *options, "--rootdir", str(TESTS.parent), str(TESTS / "test_conformance.py"))
+    result = run(package, "-m", "pytest", *options, "--rootdir", str(TESTS.parent), str(TESTS / suite))
     assert result.returncode == 0, result.stdout[-8000:]
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) >= 100, result.stdout[-2000:]
+    assert passed and int(passed[1]) >= least, result.stdout[-2000:]

@@ -13,7 +13,7 @@ from oracle import ROOT, layout_ids
 
 PACKAGE = ROOT / "numkong_py"
 LAYERS = (
-    {"dtypes", "errors", "layout", "_ffi_build"},
+    {"dtypes", "errors", "layout", "coded", "_ffi_build"},
     {"arrays", "threads"},
     {"reference", "cpu", "cuda"},
     {"backends", "storage"},

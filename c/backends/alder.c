@@ -39,13 +39,16 @@ NK_INLINE __m256i nk_multiply_codes_(__m256i sums, __m256i documents, __m256i qu
 #include "../kernels/x86_tile256.inc"
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../coded.inc"
 #include "../gradient.inc"
 #include "../kernels/x86_vector256.inc"
 #include "../nearest.inc"
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_alder_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
-                                                       nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+nk_backend_kernels_t const nk_backend_alder_kernels = {
+    NK_TILE_TOKENS_, nk_pack_rows_,  nk_score_corpus_, nk_gradient_rows_, nk_nearest_rows_,
+    nk_square_rows_, NK_CODED_TILE_, NK_CODED_BIAS_,   nk_score_coded_,   nk_decode_rows_,
+};
 
 #endif

@@ -24,13 +24,16 @@ NK_TARGET_BEGIN(NK_GENOA_TARGET)
 #include "../kernels/x86_vnni512.inc"
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../coded.inc"
 #include "../gradient.inc"
 #include "../kernels/x86_vector512.inc"
 #include "../nearest.inc"
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_genoa_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
-                                                       nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+nk_backend_kernels_t const nk_backend_genoa_kernels = {
+    NK_TILE_TOKENS_, nk_pack_rows_,  nk_score_corpus_, nk_gradient_rows_, nk_nearest_rows_,
+    nk_square_rows_, NK_CODED_TILE_, NK_CODED_BIAS_,   nk_score_coded_,   nk_decode_rows_,
+};
 
 #endif

@@ -210,13 +210,16 @@ NK_NOINLINE void nk_direct_(nk_dtype_t dtype, nk_u8_t const *plane, nk_size_t ti
 
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../coded.inc"
 #include "../gradient.inc"
 #include "../kernels/x86_vector512.inc"
 #include "../nearest.inc"
 
 NK_TARGET_END
 
-nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
-                                                             nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+nk_backend_kernels_t const nk_backend_sapphireamx_kernels = {
+    NK_TILE_TOKENS_, nk_pack_rows_,  nk_score_corpus_, nk_gradient_rows_, nk_nearest_rows_,
+    nk_square_rows_, NK_CODED_TILE_, NK_CODED_BIAS_,   nk_score_coded_,   nk_decode_rows_,
+};
 
 #endif

@@ -11,6 +11,10 @@
 #endif
 
 #define NK_TILE_TOKENS_ 0
+#define NK_QUERY_GROUP_ 1
+#define NK_CODED_TILE_ 8
+#define NK_CODED_BIAS_ 128
+#define NK_CODED_PORTABLE_
 #define NK_NEAREST_LANES_ 0
 
 static nk_f32_t nk_widen_bf16_(nk_u16_t bits) {
@@ -59,6 +63,22 @@ static nk_f64_t nk_square_(nk_f32_t const *row, nk_size_t depth, nk_f32_t *large
     return nk_fold_lanes_(lanes);
 }
 
+/* codes = round(row / scale) within +-limit, plus the bias; returns a bound of |row - scale codes| from above, in f64
+ * (docs/numerics.md). Codes past the depth are zero (plus the bias). */
+static nk_f64_t nk_quantise_row_(nk_f32_t const *row, nk_size_t depth, nk_f32_t scale, int limit, int bias,
+                                 nk_i8_t *codes) {
+    nk_f32_t const inverse = 1 / scale;
+    nk_f64_t left = 0;
+    for (nk_size_t k = 0; k != (depth + 3) / 4 * 4; ++k) {
+        nk_f32_t code = k < depth ? rintf(row[k] * inverse) : 0;
+        code = code > (nk_f32_t)limit ? (nk_f32_t)limit : code < -(nk_f32_t)limit ? -(nk_f32_t)limit : code;
+        nk_f64_t const rest = k < depth ? row[k] - (nk_f64_t)code * scale : 0;
+        left += rest * rest;
+        codes[k] = (nk_i8_t)((int)code + bias);
+    }
+    return sqrt(left * (1 + ((nk_f64_t)depth + 64) * 0x1p-52));
+}
+
 static nk_f64_t nk_dot_(nk_dtype_t dtype, nk_f64_t const *query, void const *token, nk_size_t depth) {
     nk_f64_t lanes[16] = {0};
     for (nk_size_t k = 0; k != depth; ++k) lanes[k % 16] += query[k] * nk_widen_(dtype, token, k);
@@ -77,8 +97,11 @@ static nk_f64_t nk_dot_bf16_(nk_f64_t const *query, void const *token, nk_size_t
 
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../coded.inc"
 #include "../gradient.inc"
 #include "../nearest.inc"
 
-nk_backend_kernels_t const nk_backend_serial_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
-                                                        nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+nk_backend_kernels_t const nk_backend_serial_kernels = {
+    NK_TILE_TOKENS_, nk_pack_rows_,  nk_score_corpus_, nk_gradient_rows_, nk_nearest_rows_,
+    nk_square_rows_, NK_CODED_TILE_, NK_CODED_BIAS_,   nk_score_coded_,   nk_decode_rows_,
+};

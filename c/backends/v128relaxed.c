@@ -22,16 +22,21 @@
 #define NK_CODE_LIMIT_ 63
 #define NK_CODE_BIAS_ 64
 #define NK_PANEL_TILES_ 1
+#define NK_CODED_BIAS_ 128
+#define NK_CODED_PORTABLE_
 
 #include "../kernels/wasm_v128.inc"
 #include "../kernels/wasm_tile128.inc"
 #include "../packing.inc"
 #include "../scoring.inc"
+#include "../coded.inc"
 #include "../gradient.inc"
 #include "../kernels/wasm_vector128.inc"
 #include "../nearest.inc"
 
-nk_backend_kernels_t const nk_backend_v128relaxed_kernels = {NK_TILE_TOKENS_,   nk_pack_rows_,    nk_score_corpus_,
-                                                             nk_gradient_rows_, nk_nearest_rows_, nk_square_rows_};
+nk_backend_kernels_t const nk_backend_v128relaxed_kernels = {
+    NK_TILE_TOKENS_, nk_pack_rows_,  nk_score_corpus_, nk_gradient_rows_, nk_nearest_rows_,
+    nk_square_rows_, NK_CODED_TILE_, NK_CODED_BIAS_,   nk_score_coded_,   nk_decode_rows_,
+};
 
 #endif

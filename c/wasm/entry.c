@@ -44,8 +44,8 @@ nk_f64_t nk_wasm_pack_size(nk_u32_t layout, nk_u32_t dtype, nk_f64_t documents, 
     nk_backend_t const *backend = nk_backend_best((nk_dtype_t)dtype, nk_mask_(layout));
     nk_packed_header_t header;
     if (!backend || backend->layout != layout) return nk_missing_kernel_k;
-    nk_status_t const status = nk_packed_describe(backend, (nk_dtype_t)dtype, nk_count_(documents), nk_count_(tokens),
-                                                  nk_count_(depth), &header);
+    nk_status_t const status = nk_packed_describe(backend, (nk_dtype_t)dtype, NULL, nk_count_(documents),
+                                                  nk_count_(tokens), nk_count_(depth), &header);
     return status == nk_success_k ? (nk_f64_t)header.total_bytes : status;
 }
 

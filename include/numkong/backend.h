@@ -72,6 +72,10 @@ typedef struct nk_backend_kernels_t {
     nk_status_t (*gradient)(nk_maxsim_gradient_t const *job);
     nk_status_t (*nearest)(nk_nearest_t const *job);
     nk_status_t (*squares)(nk_dtype_t dtype, void const *tokens, nk_size_t count, nk_size_t depth, nk_f64_t *squares);
+    nk_u32_t coded_tokens; /* tokens in a tile of a coded packing, and what its codes are biased by */
+    nk_u32_t coded_bias;
+    nk_status_t (*coded)(nk_maxsim_corpus_t const *job);
+    void (*decode)(void const *packed, nk_u64_t begin, nk_u64_t end, nk_f32_t *vectors);
 } nk_backend_kernels_t;
 
 typedef struct nk_backend_t {
@@ -90,8 +94,9 @@ NK_PUBLIC nk_backend_t const *nk_backend_by_layout(nk_u32_t layout); /* null whe
 NK_PUBLIC nk_backend_t const *nk_backend_best(nk_dtype_t dtype, nk_capability_t capabilities);
 
 /* The one function behind size, pack, score and unpack: fills a header for these counts, checksum included. */
-nk_status_t nk_packed_describe(nk_backend_t const *backend, nk_dtype_t dtype, nk_size_t documents, nk_size_t tokens,
-                               nk_size_t depth, nk_packed_header_t *header);
+NK_PUBLIC nk_status_t nk_packed_describe(nk_backend_t const *backend, nk_dtype_t dtype, nk_coding_t const *coding,
+                                         nk_size_t documents, nk_size_t tokens, nk_size_t depth,
+                                         nk_packed_header_t *header);
 /* nk_success_k when the buffer starts with an intact header of a row in the table, with at most `bytes` bytes behind it
  * (pass UINT64_MAX where the length is unknown). Python's view of any packed bytes. */
 NK_PUBLIC nk_status_t nk_packed_check(void const *packed, nk_size_t bytes);
@@ -122,7 +127,20 @@ NK_REGION_(nk_f32_t, residual)
 NK_REGION_(nk_f32_t, reach)
 NK_REGION_(nk_u8_t, screen)
 NK_REGION_(nk_u8_t, originals)
+NK_REGION_(nk_f32_t, inverse_norm)
+NK_REGION_(nk_u32_t, ids)
+NK_REGION_(nk_u8_t, codebook)
 #undef NK_REGION_
+
+/* How a checked buffer is coded. */
+static inline nk_coding_t nk_packed_coding(void const *packed) {
+    nk_packed_header_t const *const header = (nk_packed_header_t const *)packed;
+    nk_coding_t coding;
+    coding.precision = header->flags & 0xff;
+    coding.bits = header->flags >> 8;
+    coding.centroids = header->centroids;
+    return coding;
+}
 
 /* Instruction sets live in regions of a file, so that the build's flags stay at the ABI's floor. */
 #define NK_PRAGMA_(text) _Pragma(#text)

@@ -92,6 +92,14 @@ NK_MAXSIM_DECLARE_(f32, nk_f64_t)
 #undef NK_MAXSIM_DECLARE_
 /* clang-format on */
 
+/* Packs a collection of a dtype with codes in place of its tokens; nk_packed_describe gives its size. Documents that
+ * are packed so are scored by nk_maxsim_corpus_<dtype>_best, whose queries may be exact or coded, with f32 scores. */
+NK_PUBLIC nk_status_t nk_maxsim_pack_coded(nk_dtype_t dtype, nk_coding_t const *coding, nk_maxsim_pack_t const *job,
+                                           nk_capability_t capabilities, nk_stream_t stream);
+/* Tokens of a coded packing, scale x code vector in f32, by the row that packed them. */
+NK_PUBLIC nk_status_t nk_maxsim_decode(void const *packed, nk_size_t token_begin, nk_size_t token_end,
+                                       nk_f32_t *vectors);
+
 /* Type of a score: f32 for bf16 and f16, f64 for f32, unknown for anything else. */
 NK_PUBLIC nk_dtype_t nk_maxsim_output_dtype(nk_dtype_t dtype);
 /* Relative error coefficient of the output type: 2^-51 for f32 inputs, 2^-22 for bf16 and f16, 0 for anything else. */

@@ -3,6 +3,11 @@
  *   [ header 256 B | offsets u64 x (documents + 1) | documents: nk_packed_document_t x documents | square f64 x tokens
  *     | scale f32 x tokens | residual f32 x tokens | reach f32 x tokens | screening plane | originals ]
  *
+ * A coded packing (int8, fp8, binary, residual) keeps no originals: a token is its scale times its code vector.
+ *
+ *   [ header 256 B | offsets | documents | scale f32 x tokens | inverse_norm f32 x tokens | plane of codes
+ *     | ids u32 x tokens | codebook ]                                  the regions that its precision has
+ *
  * Every region starts on a multiple of 64 bytes from the start of the buffer; everything is little-endian; there are no
  * pointers, so a buffer can be copied, mapped and sent. Tokens of all documents are contiguous and a tile of the
  * screening plane may span documents. */
@@ -28,7 +33,7 @@ typedef struct nk_packed_header_t {
     nk_u32_t version;
     nk_u32_t layout; /* id of the row that packed it */
     nk_u32_t dtype;  /* nk_dtype_t */
-    nk_u32_t flags;  /* reserved, zero */
+    nk_u32_t flags;  /* nk_precision_t | bits << 8: zero for an exact packing */
     nk_u64_t documents;
     nk_u64_t tokens;
     nk_u64_t depth;
@@ -39,11 +44,42 @@ typedef struct nk_packed_header_t {
     nk_u64_t scale_at;
     nk_u64_t residual_at;
     nk_u64_t reach_at;
-    nk_u64_t screen_at;    /* equal to originals_at where the row has no screening plane */
-    nk_u64_t originals_at; /* tokens x depth elements of dtype, bit for bit as given */
-    nk_u64_t reserved[16]; /* zero */
+    nk_u64_t screen_at;    /* screening plane, or the codes of a coded packing */
+    nk_u64_t originals_at; /* tokens x depth elements of dtype, bit for bit as given; none in a coded packing */
+    /* Of coded packings, else zero. */
+    nk_u64_t inverse_norm_at;
+    nk_u64_t ids_at;
+    nk_u64_t codebook_at;
+    nk_u64_t centroids;
+    nk_u32_t tile_tokens;
+    nk_u32_t code_bias;    /* added to int8 codes, which are stored unsigned */
+    nk_u64_t code_bytes;   /* of a token in the plane */
+    nk_u64_t reserved[10]; /* zero */
     nk_u64_t checksum;     /* of the 248 bytes before it */
 } nk_packed_header_t;
+
+/* What a packing keeps of a token. The values are stored in headers and never change. */
+typedef enum nk_precision_t {
+    nk_exact_k = 0,    /* all of it */
+    nk_int8_k = 1,     /* 8-bit codes in [-127, 127] */
+    nk_fp8_k = 2,      /* e4m3 codes */
+    nk_binary_k = 3,   /* signs */
+    nk_residual_k = 4, /* the number of a centroid, and `bits` for each element of the difference from it */
+} nk_precision_t;
+
+/* How a packing is coded; a null pointer stands for exact. */
+typedef struct nk_coding_t {
+    nk_u32_t precision; /* nk_precision_t */
+    nk_u32_t bits;      /* of residual: 1, 2, 4 or 8; else 0 */
+    nk_u64_t centroids; /* of residual; else 0 */
+} nk_coding_t;
+
+/* Deeper tokens are refused: an int32 dot of their codes could wrap. */
+enum {
+    nk_coded_depth_max_k = 131072,
+    nk_binary_tile_tokens_k = 64,   /* on every row; other codes have tiles of the row's own size */
+    nk_codebook_head_bytes_k = 320, /* scale and weights, before the centroids' codes: 4 bytes for every 4 elements */
+};
 
 /* What screening and error bounds need of a whole document, all rounded up; infinite where a token cannot be screened.
  * A residual is the norm of what a token's codes leave over, its reach the norm of what they approximate: of the token,
@@ -64,7 +100,7 @@ typedef struct nk_packed_document_t {
 } nk_packed_document_t;
 
 enum {
-    nk_document_unscreenable_k = 1, /* has a token that the screen cannot bound */
+    nk_document_unscreenable_k = 1, /* has a token that the screen cannot bound; of a coded one, a NaN or an infinity */
     nk_document_centred_k = 2,      /* codes approximate differences from a centre */
 };
 

@@ -58,7 +58,7 @@ def _facts(stored: Stored) -> dict[str, Any]:
     lengths = np.diff(stored.offsets)
     return {
         "documents": len(lengths),
-        "tokens": len(stored.originals),
+        "tokens": int(stored.offsets[-1]),
         "longest": int(lengths.max(initial=0)),
         "empty": int((lengths == 0).sum()),
         "depth": stored.originals.shape[1],
@@ -68,7 +68,7 @@ def _facts(stored: Stored) -> dict[str, Any]:
         "device": "cpu",
         "available": stored.unavailable is None,
         "bytes": stored.buffer.nbytes,
-        "bytes_per_token": round(stored.buffer.nbytes / max(1, len(stored.originals)), 1),
+        "bytes_per_token": round(stored.buffer.nbytes / max(1, int(stored.offsets[-1])), 1),
     }
 
 

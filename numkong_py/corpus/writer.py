@@ -173,6 +173,10 @@ def as_collection(x: Any, depth: int, dtype: str, **ragged: Any) -> Collection:
 
 def _unpacked(packed: PackedTensor) -> Collection:
     """The tokens of a packed tensor as they were given, in host memory without a copy."""
+    if packed.precision != "exact":
+        raise InvalidArgument(
+            f"x: packed with precision {packed.precision!r}, and a corpus keeps exact vectors; pass the vectors"
+        )
     if packed.device != "cpu":
         packed = packed.to("cpu")
     first = int(packed.contents.offsets[packed.begin])

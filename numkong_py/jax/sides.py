@@ -101,7 +101,7 @@ def packed(x: PackedTensor) -> Packed:
     Raises
     ------
     InvalidArgument
-        It is packed on a device.
+        It is packed on a device, or coded.
 
     Examples
     --------
@@ -111,6 +111,11 @@ def packed(x: PackedTensor) -> Packed:
     """
     if x.device != "cpu":
         raise InvalidArgument(f'docs: packed on {x.device}, wanted host memory; pass x.to("cpu")')
+    if x.precision != "exact":
+        raise InvalidArgument(
+            f"docs: packed with precision {x.precision!r}, and JAX scores exact packings; pass NumPy arrays "
+            "(np.asarray) as queries, or nk.pack(docs) of the vectors"
+        )
     x.require()
     facts = Facts("packed", x.dtype, x.depth, x.longest, len(x), x.begin)
     host = jax.local_devices(backend="cpu")[0]
