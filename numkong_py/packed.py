@@ -255,7 +255,7 @@ class PackedTensor:
         if row is self.row and (device == kind or device == self.device):
             return self
         if self.precision != "exact":
-            _need_cpu(self.precision, row)
+            _need_host(self.precision, row.device)
             return PackedTensor(self._taken(row=row), single=self.single)
         tokens = self.unpack()
         if row.device == "cpu" and self.device != "cpu":
@@ -442,16 +442,16 @@ def pack_collection(
         raise DeviceMismatch(f"x: on {collection.device}, and row {row.name!r} works on {row.device}; pass device=")
     if coding == EXACT:
         return PackedTensor(row.pack(collection, normalize), single=collection.single)
-    _need_cpu(coding.precision, row)
+    _need_host(coding.precision, row.device)
     _need_shallow(coding.precision, collection.depth)
     return PackedTensor(row.pack(collection, normalize, coding), single=collection.single)
 
 
-def _need_cpu(precision: str, row: Row) -> None:
-    if row.device != "cpu":
+def _need_host(precision: str, device: str) -> None:
+    if device != "cpu":
         raise MissingKernel(
-            f"precision: {precision!r} has CPU rows only, and row {row.name!r} works on {row.device}; "
-            'pack a copy of x in host memory, or pass precision="exact"'
+            f"precision: {precision!r} has CPU rows only, and this is for {device}; pack a copy of x in host memory, "
+            'or pass precision="exact"'
         )
 
 
@@ -531,6 +531,8 @@ def pack(
         raise InvalidArgument("x: packed already; x.to(backend) packs it with another row")
     coding = read_coding(precision)
     found = read_collection(x, "x", offsets=offsets, lengths=lengths, mask=mask, dtype=dtype, depth=depth)
+    if coding != EXACT:
+        _need_host(precision, device or found.device)
     row = select(found.dtype, device or found.device, backend=backend, capabilities=capabilities)
     packed = pack_collection(found, row, normalize=normalize, device=device, coding=coding)
     if check_finite:
@@ -589,7 +591,7 @@ def pack_size(
     row = select(name, backend=backend, capabilities=capabilities)
     if coding == EXACT:
         return row.pack_size(documents, count, depth, name)
-    _need_cpu(precision, row)
+    _need_host(precision, row.device)
     _need_shallow(precision, depth)
     return row.pack_size(documents, count, depth, name, coding)
 

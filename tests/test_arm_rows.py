@@ -7,6 +7,7 @@ Faults and counts of instructions use a C program (tests/emulation/arm_check.c) 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,8 @@ from pathlib import Path
 import pytest
 import tools
 
+from numkong_py.cpu import PRECISIONS
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 sys.path.insert(0, str(TESTS / "emulation"))
@@ -35,6 +38,8 @@ WHOLE = bool(os.environ.get("NUMKONG_WHOLE_EMULATION"))
 BY_LENGTH = {length: f"max,sme-default-vector-length={length}" for length in (16, 64, 256)}  # bytes of an SVE vector
 #: Tests of a family on each processor, where the suite does not run whole; none: only selection is checked.
 SHARES = {"neoverse-n1": 3, BY_LENGTH[64]: 3, BY_LENGTH[16]: 2, BY_LENGTH[256]: 2}
+#: Suites that a row runs, and tests in a share of one at least.
+SUITES = {"test_conformance.py": 30, "test_coded.py": 5}
 SELECTED = """
 import json
 import numpy as np
@@ -80,16 +85,17 @@ def suite_options(row: str, share: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The reference's answers to each share of the suite, computed here."""
-    files = {share: tmp_path_factory.mktemp("answers") / "answers.pickle" for share in set(SHARES.values())}
-    for share, file in files.items():
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """The reference's answers to each share of the suites, computed here."""
+    wanted = itertools.product(SUITES, set(SHARES.values()))
+    files = {key: tmp_path_factory.mktemp("answers") / "answers.pickle" for key in wanted}
+    for (suite, share), file in files.items():
         command = [
             sys.executable,
             *suite_options("serial", share),
             "--record",
             str(file),
-            str(TESTS / "test_conformance.py"),
+            str(TESTS / suite),
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS / "emulation")])}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -110,15 +116,14 @@ def test_the_processor_chooses_its_row(cpu: str, row: str, package: Path) -> Non
     assert sum(reason == "not this architecture" for reason in reasons.values()) == 6
 
 
+@pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("cpu", arm_machine.CPUS if WHOLE else SHARES)
-def test_conformance(cpu: str, package: Path, answers: dict[int, Path]) -> None:
+def test_conformance(cpu: str, suite: str, package: Path, answers: dict[tuple[str, int], Path]) -> None:
     row, share = arm_machine.CPUS[cpu], SHARES.get(cpu, 1)
-    done = arm_machine.run(
-        cpu, package, *suite_options(row, share), "--replay", answers[share], TESTS / "test_conformance.py"
-    )
+    done = arm_machine.run(cpu, package, *suite_options(row, share), "--replay", answers[suite, share], TESTS / suite)
     assert done.returncode == 0, done.stdout[-8000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 30 * share, done.stdout[-2000:]
+    assert passed and int(passed[1]) >= SUITES[suite] * share, done.stdout[-2000:]
     assert "skipped" not in done.stdout.splitlines()[-1], "a test of an available row was skipped"
 
 
@@ -168,8 +173,9 @@ def emulate(
 
 
 @pytest.mark.parametrize("cpu", ["neoverse-n1", *(f"max,sme-default-vector-length={n}" for n in (32, 128))])
-def test_a_row_is_serial_bit_for_bit(cpu: str, objects: Path) -> None:
-    done = emulate(cpu, objects / "arm_check", "same", "neonsdot" if cpu == "neoverse-n1" else "sme")
+@pytest.mark.parametrize("precision", [PRECISIONS["exact"], PRECISIONS["int8"]])
+def test_a_row_is_serial_bit_for_bit(cpu: str, precision: int, objects: Path) -> None:
+    done = emulate(cpu, objects / "arm_check", "same", "neonsdot" if cpu == "neoverse-n1" else "sme", str(precision))
     assert done.returncode == 0 and "0 of 54 differ" in done.stdout, done.stdout + done.stderr
 
 

@@ -7,6 +7,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,10 @@ from oracle import (
 from test_conformance import EVERYTHING, ROW_AND_DTYPE, ROWS, Case, call, deck, inputs, need, pack
 
 import numkong_py as nk
-from numkong_py import reference
+from numkong_py import demo, reference
 from numkong_py.coded import regions
+from numkong_py.layout import Coding
+from numkong_py.packed import pack_collection
 
 QUERY_LIMITS = {"haswell": 63}  # elsewhere 127
 CODED = ("int8",)
@@ -163,6 +166,171 @@ def test_rows_exchange_codes_to_the_bit(precision: str) -> None:
         assert np.array_equal(sides[0].documents, regions(packs[source].buffer, precision).documents)
 
 
+@pytest.mark.parametrize("precision", CODED)
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+def test_a_pair_scores_the_same_in_any_company(row: str, dtype: str, precision: str) -> None:
+    """Alone, among documents that fill several windows, in lists, with many queries, and on several threads."""
+    need(row, dtype)
+    lengths = (5, 0, 300, 1700, 64, 1, 769, 33)
+    documents = [tokens("random", dtype, count, 24, count) for count in lengths]
+    queries = [tokens("random", dtype, count, 24, 90 + count) for count in (1, 40, 0, 700, 32, 700, 700)]
+    packed, asked = pack(documents, row, precision=precision), pack(queries, row)
+    for metric in METRICS:
+        options = {"metric": metric, **EVERYTHING}
+        whole = nk.maxsim(asked, packed, **options)
+        for s, b in itertools.product((0, 1, 2, 4), range(len(documents))):
+            alone = nk.maxsim(asked[s], packed[b], **options)
+            assert_same_bits(alone.scores, whole.scores[s, b : b + 1])
+            assert_same_bits(alone.argmax[0], whole.argmax[s, b, : len(queries[s])], "argmax")
+        assert_same_result(nk.maxsim(asked, packed, threads=3, **options), whole)
+        candidates = np.random.default_rng(1).integers(0, len(lengths), (len(queries), 5))
+        listed = nk.maxsim_candidates(asked, packed, candidates, **options)
+        assert_same_bits(listed.scores, np.take_along_axis(whole.scores, candidates, axis=1))
+        assert np.array_equal(listed.bounds, np.take_along_axis(whole.bounds, candidates, axis=1))
+    one = reference.maxsim(queries[1], documents, precision=precision, query_limit=limit_of(row), **EVERYTHING)
+    assert_same_bits(nk.maxsim(asked[1], packed), one.scores)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_nothing_wraps_or_saturates(row: str) -> None:
+    """Codes of the largest magnitude and of one sign, up to the largest depth."""
+    need(row, "f32")
+    for depth in (4, 64, 1000, 131072):
+        signs = np.array([[1.0], [-1.0]], np.float32)
+        x = np.concatenate([signs * np.ones(depth), signs * np.resize([1, -1], depth), -128 * np.ones((1, depth))])
+        x = x.astype(np.float32)
+        packed = pack(x, row, precision="int8")
+        for query in x:
+            result = nk.maxsim(pack(query[None], row), packed, **EVERYTHING)
+            exact = (x.astype(np.float64) @ query.astype(np.float64)).max()
+            norms = np.linalg.norm(query.astype(np.float64)) * 128 * depth**0.5
+            assert abs(result.scores[0] - exact) <= result.bounds[0] <= 2.0**-20 * norms
+            assert_same_bits(
+                result.scores, reference.maxsim(query[None], x, precision="int8", query_limit=limit_of(row))
+            )
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_largest_numbers_stay_finite(row: str) -> None:
+    """Products past float32 are no infinity before the score is rounded: opposite ones do not meet as NaN."""
+    need(row, "f32")
+    top = np.finfo(np.float32).max
+    x = np.float32([[top, top], [-top, top], [1e-24, 0]])
+    assert np.isfinite(pack(x, row, precision="int8").unpack()).all()
+    scores = nk.maxsim_pairs([np.float32([[1e-38, 0], [-1e-38, 0], [1e-24, 0]])], [x], return_token_scores=True)
+    coded = nk.maxsim_pairs(
+        pack([np.float32([[1e-20, 0], [-1e-20, 0]])], row), pack([x], row, precision="int8"), **EVERYTHING
+    )
+    assert np.isfinite(scores.scores).all() and np.isfinite(coded.scores).all() and np.isfinite(coded.bounds).all()
+
+
+@pytest.mark.parametrize("precision", CODED)
+@pytest.mark.parametrize("row", ROWS)
+def test_nan_stays_where_it_is(row: str, precision: str) -> None:
+    need(row, "f32")
+    documents = [tokens("random", "f32", count, 24, count) for count in (5, 40, 3)]
+    queries = [tokens("random", "f32", count, 24, 50 + count) for count in (2, 33)]
+    clean = nk.maxsim(pack(queries, row), pack(documents, row, precision=precision))
+    for value, (side, index) in itertools.product((np.nan, np.inf, -np.inf), ((0, 1), (1, 1))):
+        dirty = [[part.copy() for part in parts] for parts in (queries, documents)]
+        dirty[side][index][1, 7] = value
+        result = nk.maxsim(pack(dirty[0], row), pack(dirty[1], row, precision=precision), **EVERYTHING)
+        touched = np.zeros(clean.shape, bool)
+        touched[(index,) if side == 0 else (slice(None), index)] = True
+        assert np.isnan(result.scores[touched]).all() and np.isinf(result.bounds[touched]).all()
+        assert_same_bits(result.scores[~touched], clean[~touched])
+        if side == 1:
+            assert (result.argmax[0, index, :2] == 1).all(), "the NaN token"
+
+
+@pytest.mark.parametrize("precision", CODED)
+@pytest.mark.parametrize("row", ROWS)
+def test_coded_queries_are_their_decoded_tokens(row: str, precision: str) -> None:
+    """Scores are those of the decoded queries; bounds reach to the vectors that were coded."""
+    need(row, "f32")
+    queries = [tokens("random", "f32", count, 40, 50 + count) for count in (2, 0, 33)]
+    documents = [tokens("random", "f32", count, 40, count) for count in (5, 0, 40, 3)]
+    coded, packed = pack(queries, row, precision=precision), pack(documents, row, precision=precision)
+    for metric in METRICS:
+        actual = nk.maxsim(coded, packed, metric=metric, **EVERYTHING)
+        decoded = nk.maxsim(pack(coded.unpack(), row), packed, metric=metric, **EVERYTHING)
+        assert_same_result(actual, decoded)
+        assert (actual.bounds >= decoded.bounds).all()
+        assert_within_bounds(actual, reference.maxsim(queries, documents, metric=metric))
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+def test_normalize_comes_before_the_codes(row: str, dtype: str) -> None:
+    need(row, dtype)
+    x, query = tokens("mixed_scales", dtype, 17, 21, 1), pack(tokens("random", dtype, 3, 21, 2), row)
+    actual, expected = (
+        nk.maxsim(query, packed, **EVERYTHING)
+        for packed in (
+            pack(x, row, precision="int8", normalize=True),
+            pack(reference.normalized(x), row, precision="int8"),
+        )
+    )
+    assert_same_result(actual, expected)
+    assert np.array_equal(actual.bounds, expected.bounds)
+
+
+@pytest.mark.parametrize("precision", CODED)
+@pytest.mark.parametrize("kind", ["random", "exact_duplicates", "nan", "zeros"])
+@pytest.mark.parametrize("row", ROWS)
+def test_topk_is_the_sorted_full_matrix(row: str, kind: str, precision: str) -> None:
+    need(row, "f32")
+    queries = [tokens(kind, "f32", count, 24, 100 + count) for count in (3, 32, 40)]
+    documents = [tokens(kind, "f32", count, 24, seed) for seed, count in enumerate([0, 5, 17, 1] * 15)]
+    asked, packed = pack(queries, row), pack(documents, row, precision=precision)
+    for metric, k in (("dot", 1), ("cosine", 7), ("angular", 60)):
+        scores, indices = nk.topk(asked, packed, k, metric=metric)
+        full = nk.maxsim(asked, packed, metric=metric)
+        order = np.stack([reference.rank(row_, np.arange(60), metric)[:k] for row_ in full])
+        assert_same_bits(indices, order, "indices")
+        assert_same_bits(scores, np.take_along_axis(full, order, axis=1))
+        again = nk.topk(asked, packed, k, metric=metric, block=11)
+        assert_same_bits(again[1], indices, "indices")
+
+
+# ---------------------------------------------------------------------------------------------- what is lost
+
+
+def collections() -> dict[str, tuple[list[np.ndarray], list[np.ndarray]]]:
+    """Queries and documents of the demo and of random numbers."""
+    rng = np.random.default_rng(3)
+    corpus = demo.load()
+    return {
+        "demo": (list(corpus.question_vectors), list(corpus.vectors)),
+        "random": tuple(
+            [rng.standard_normal((length, 128)).astype(np.float32) for length in rng.integers(8, most, count)]
+            for most, count in ((33, 20), (90, 400))
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["demo", "random"])
+@pytest.mark.parametrize(("precision", "least"), [("int8", 0.999)])
+def test_ranks_are_nearly_those_of_exact_scores(precision: str, least: float, name: str) -> None:
+    queries, documents = collections()[name]
+    exact = nk.maxsim(queries, documents)
+    coded = nk.maxsim(queries, nk.pack(documents, precision=precision), return_bounds=True)
+    assert (np.abs(coded.scores - exact) <= coded.bounds).all()
+    for scores, approximate, bounds in zip(exact, coded.scores, coded.bounds, strict=True):
+        assert spearman(scores, approximate) >= least
+        best, found = (set(np.argsort(-values, kind="stable")[:20].tolist()) for values in (scores, approximate))
+        for lost, won in itertools.product(best - found, found - best):  # an exchange needs a close pair
+            assert scores[lost] - scores[won] <= 2 * max(bounds[lost], bounds[won])
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of the ranks of distinct scores."""
+    ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+# ------------------------------------------------------------------------------------------------- the packing
+
+
 def test_bytes_of_a_token() -> None:
     for precision, expected in (("int8", 136),):
         size = [nk.pack_size(count, 128, "f32", precision=precision) for count in (0, 1 << 16)]
@@ -174,6 +342,13 @@ def test_errors_name_what_came_and_the_fix() -> None:
     coded = nk.pack(x, precision="int8")
     with pytest.raises(nk.InvalidArgument, match="precision: 'int4', wanted one of 'exact', 'int8'"):
         nk.pack(x, precision="int4")
+    with pytest.raises(nk.MissingKernel, match="precision: 'int8' has CPU rows only, and this is for cuda:1"):
+        nk.pack(x, precision="int8", device="cuda:1")
+    device_row = SimpleNamespace(device="cuda", name="sm90")
+    with pytest.raises(nk.MissingKernel, match="precision: 'int8' has CPU rows only, and this is for cuda"):
+        pack_collection(nk.collection(x), device_row, device="cuda", coding=Coding("int8"))
+    with pytest.raises(nk.UnsupportedDtype, match=r"q: f16, and docs: f32"):
+        nk.maxsim(x.astype(np.float16), coded)
     with pytest.raises(nk.ShapeMismatch, match=r"depth 131073.*131072.*exact"):
         nk.pack(np.ones((1, 131073), np.float32), precision="int8")
     with pytest.raises(nk.LayoutMismatch, match="q: packed with precision 'int8', and docs: exact"):

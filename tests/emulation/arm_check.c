@@ -1,10 +1,10 @@
 /* arm_check.c: a row against serial in plain C, for processors that are emulated: a program of milliseconds where
  * Python takes seconds. tests/test_arm_rows.py builds it with faults in the row and counts its instructions.
  *
- *   arm_check same ROW                             collections of many shapes: 0 when scores and winners are the same
- * bits arm_check work ROW DTYPE QUERY DOCUMENT DEPTH  one score of random tokens, or of near-duplicates for a negative
- * depth
- */
+ *   arm_check same ROW [PRECISION]
+ *       collections of many shapes, exact or coded (nk_precision_t): 0 when scores and winners are the same bits
+ *   arm_check work ROW DTYPE QUERY DOCUMENT DEPTH
+ *       one score of random tokens, or of near-duplicates for a negative depth */
 #include <numkong/backend.h>
 
 #include <stdio.h>
@@ -79,17 +79,23 @@ static void *nk_tokens_(nk_dtype_t dtype, nk_size_t count, nk_size_t depth, int 
      : (dtype) == nk_f16_k ? nk_maxsim_##function##_f16_best(__VA_ARGS__)                                              \
                            : nk_maxsim_##function##_f32_best(__VA_ARGS__))
 
-static void *nk_packed_of_(nk_dtype_t dtype, void const *tokens, nk_size_t const *counts, nk_size_t sets,
-                           nk_size_t depth, nk_capability_t mask) {
+/* A packing of `sets` sets; with the precision's codes. */
+static void *nk_packed_of_(nk_dtype_t dtype, nk_precision_t precision, void const *tokens, nk_size_t const *counts,
+                           nk_size_t sets, nk_size_t depth, nk_capability_t mask) {
     nk_u64_t const address = (nk_u64_t)(uintptr_t)tokens;
     nk_u64_t offsets[documents_k + 1] = {0};
     for (nk_size_t set = 0; set != sets; ++set) offsets[set + 1] = offsets[set] + counts[set];
     nk_i64_t const element = (nk_i64_t)nk_dtype_bytes(dtype), row = element * (nk_i64_t)depth;
     nk_maxsim_pack_t job = {{1, &address, &offsets[sets], &row, &element}, offsets, sets, depth, 0, NULL};
-    nk_size_t bytes;
-    nk_must_(NK_CALL_(pack_corpus_size, dtype, sets, offsets[sets], depth, mask, &bytes), "size");
-    job.packed = nk_aligned_(bytes);
-    nk_must_(NK_CALL_(pack_corpus, dtype, &job, mask, NULL), "pack");
+    nk_coding_t const coding = {(nk_u32_t)precision, 0, 0};
+    nk_packed_header_t header;
+    nk_must_(nk_packed_describe(nk_backend_best(dtype, mask), dtype, &coding, sets, offsets[sets], depth, &header),
+             "size");
+    job.packed = nk_aligned_(header.total_bytes);
+    if (precision == nk_exact_k)
+        nk_must_(NK_CALL_(pack_corpus, dtype, &job, mask, NULL), "pack");
+    else
+        nk_must_(nk_maxsim_pack_coded(dtype, &coding, &job, mask, NULL), "pack");
     return job.packed;
 }
 
@@ -111,7 +117,7 @@ static void *nk_scored_(nk_dtype_t dtype, void *queries, void *documents, nk_met
     return results;
 }
 
-static int nk_same_(char const *row) {
+static int nk_same_(nk_precision_t precision, char const *row) {
     static nk_size_t const query_counts[queries_k] = {5, 32, 19}, depths[] = {1, 3, 7, 33, 64, 130};
     static nk_size_t const counts[documents_k] = {3, 0, 40, 130, 17, 64, 33};
     static nk_dtype_t const dtypes[] = {nk_bf16_k, nk_f16_k, nk_f32_k};
@@ -129,9 +135,10 @@ static int nk_same_(char const *row) {
                 nk_size_t bytes;
                 for (int side = 0; side != 2; ++side)
                     results[side] =
-                        nk_scored_(dtype, nk_packed_of_(dtype, queries, query_counts, queries_k, depth, masks[side]),
-                                   nk_packed_of_(dtype, documents, counts, documents_k, depth, masks[side]), metric, 32,
-                                   masks[side], &bytes);
+                        nk_scored_(dtype, nk_packed_of_(dtype, nk_exact_k, queries, query_counts, queries_k, depth,
+                                                        masks[side]),
+                                   nk_packed_of_(dtype, precision, documents, counts, documents_k, depth, masks[side]),
+                                   metric, 32, masks[side], &bytes);
                 wrong += memcmp(results[0], results[1], bytes) != 0;
             }
     printf("%s: %d of %d differ\n", row, wrong, cases);
@@ -147,9 +154,9 @@ static int nk_work_(char **words) {
     long const depth = strtol(words[4], NULL, 10);
     nk_size_t const size = (nk_size_t)labs(depth);
     void *const queries =
-        nk_packed_of_(dtype, nk_tokens_(dtype, query_count, size, depth < 0), &query_count, 1, size, mask);
-    void *const documents =
-        nk_packed_of_(dtype, nk_tokens_(dtype, document_count, size, depth < 0), &document_count, 1, size, mask);
+        nk_packed_of_(dtype, nk_exact_k, nk_tokens_(dtype, query_count, size, depth < 0), &query_count, 1, size, mask);
+    void *const documents = nk_packed_of_(dtype, nk_exact_k, nk_tokens_(dtype, document_count, size, depth < 0),
+                                          &document_count, 1, size, mask);
     nk_f64_t wide;
     nk_f32_t narrow;
     nk_status_t status;
@@ -164,7 +171,9 @@ static int nk_work_(char **words) {
 }
 
 int main(int count, char **words) {
-    if (count == 3 && strcmp(words[1], "same") == 0) return nk_same_(words[2]);
+    if (count == 3 && strcmp(words[1], "same") == 0) return nk_same_(nk_exact_k, words[2]);
+    if (count == 4 && strcmp(words[1], "same") == 0)
+        return nk_same_((nk_precision_t)strtoul(words[3], NULL, 10), words[2]);
     if (count == 7 && strcmp(words[1], "work") == 0) return nk_work_(words + 2);
     return 2;
 }
