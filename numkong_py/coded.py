@@ -14,7 +14,7 @@ from .layout import Header, read_header
 
 __all__ = ["Regions", "copy_sets", "regions"]
 
-WORD_BYTES = {"int8": 4, "fp8": 4}  # codes of a token that lie together in a tile; 1 for other precisions
+WORD_BYTES = {"int8": 4}  # codes of a token that lie together in a tile; 1 for other precisions
 SIGNED = ("int8",)  # precisions whose codes carry the row's bias
 SUMMARY_BYTES = 48  # nk_packed_document_t
 BLOCK = 1 << 16  # tokens copied at a time

@@ -38,7 +38,7 @@ __all__ = [
     "packed_shape",
 ]
 
-PRECISIONS = ("exact", "int8")
+PRECISIONS = ("exact", "int8", "fp8")
 
 
 class PackedTensor:
@@ -52,7 +52,7 @@ class PackedTensor:
     dtype : str
         ``"bf16"``, ``"f16"`` or ``"f32"``.
     precision : str
-        ``"exact"``, or how its tokens are coded: ``"int8"``.
+        ``"exact"``, or how its tokens are coded: ``"int8"`` or ``"fp8"``.
     device : str
         ``"cpu"`` or ``"cuda:<index>"``.
     backend : str
@@ -498,9 +498,9 @@ def pack(
         Element type to insist on; ``"bf16"`` reads uint16 arrays as bfloat16 bits.
     depth : int, optional
         Depth of an empty list.
-    precision : {"exact", "int8"}
-        ``"exact"`` keeps the vectors bit for bit. ``"int8"`` keeps a byte an element and a scale a token: scores are
-        float32, and `maxsim`'s bounds say how far they can be from the exact ones. docs/numerics.md has the loss.
+    precision : {"exact", "int8", "fp8"}
+        ``"exact"`` keeps the vectors bit for bit. ``"int8"`` and ``"fp8"`` (e4m3) keep a byte an element and a scale a
+        token: scores are float32, and `maxsim`'s bounds say how far they can be from the exact ones (docs/numerics.md).
     normalize : bool
         Store every token divided by its L2 norm, rounded to its dtype; zero tokens stay.
     backend : str, optional

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "chamfer",
     "chamfer_grad",
     "decoded",
+    "fp8_codes",
     "int8_codes",
     "maxsim",
     "maxsim_candidates",
@@ -265,6 +267,26 @@ def int8_codes(x: np.ndarray, limit: int = 127) -> tuple[np.ndarray, np.ndarray]
     return codes, np.where(finite, scales, np.float32(np.nan))
 
 
+def fp8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Code every token as float32 scale x e4m3 numbers (OCP FP8, finite, up to 448), as `int8_codes` does.
+
+    Examples
+    --------
+    >>> fp8_codes(np.float32([[448, -17, 0.3]]))
+    (array([[448.    , -16.    ,   0.3125]]), array([1.], dtype=float32))
+    """
+    x = np.asarray(x).astype(np.float32)
+    finite = np.isfinite(x).all(axis=1)
+    with np.errstate(all="ignore"):
+        scales = _scales(np.abs(x).max(axis=1, initial=0), 448)
+        codes = (x * (np.float32(1) / scales)[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    codes = np.where((finite & (scales > 0))[:, None], codes, 0.0)
+    return codes, np.where(finite, scales, np.float32(np.nan))
+
+
+CODERS = {"int8": int8_codes, "fp8": fp8_codes}
+
+
 def decoded(x: np.ndarray, precision: str) -> np.ndarray:
     """What a coded packing unpacks to: scale x code, each element rounded to float32 once.
 
@@ -277,25 +299,74 @@ def decoded(x: np.ndarray, precision: str) -> np.ndarray:
     return scales[:, None] * codes.astype(np.float32)
 
 
-CODERS = {"int8": int8_codes}
+class _Operand(NamedTuple):
+    """A query as it is multiplied, and what a product is then worth."""
+
+    rows: np.ndarray  # [count, depth]
+    scales: np.ndarray  # [count], 0 for a token that counts as zero
+    dot_weights: np.ndarray
+    cosine_weights: np.ndarray
+
+
+def _integer_operand(query: np.ndarray, limit: int) -> _Operand:
+    codes, scales = int8_codes(query, limit)
+    return _Operand(codes, scales, scales.astype(np.float64) * 2.0**32, _inverse_norms(codes, scales))
+
+
+def _float_operand(query: np.ndarray) -> _Operand:
+    """The query itself, but for the power of two that takes its largest element into [1, 2)."""
+    query = np.asarray(query).astype(np.float32)
+    finite, largest = np.isfinite(query).all(axis=1), np.abs(query).max(axis=1, initial=0)
+    counts = finite & (largest >= LEAST_CODED)
+    exponents = np.where(counts, np.frexp(np.where(counts, largest, 1))[1] - 1, 0)
+    rows = np.where(counts[:, None], np.ldexp(query, -exponents[:, None]), np.float32(0))
+    worth = np.where(finite, counts * 1.0, np.nan)
+    norms = np.where(counts, np.sqrt(squares_of(query)), 1.0)
+    weights = np.ldexp(worth, exponents + 32), np.ldexp(worth / norms, exponents)
+    return _Operand(rows, worth, *weights)
+
+
+def _chains(query: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Dots of float32 rows with codes by fused multiply-adds in float32, element after element: [queries, tokens]."""
+    sums = np.zeros((len(query), len(codes)), np.float32)
+    for element, code in zip(query.astype(np.float64).T, codes.T, strict=True):
+        sums = _added(sums.astype(np.float64), element[:, None] * code)
+    return sums
+
+
+def _added(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a + b of float64 arrays, rounded to float32 once.
+
+    The float64 sum is rounded to odd (Boldo and Melquiond, IEEE Transactions on Computers, 2008): what it lost is known
+    exactly, and an inexact sum gets an odd last bit, after which rounding to 24 bits cannot see a tie that was none.
+    """
+    total = a + b
+    back = total - a
+    lost = (a - (total - back)) + (b - back)
+    bits = total.view(np.int64)
+    towards = np.where((lost > 0) == (total > 0), 1, -1)
+    odd = np.where((lost != 0) & (bits % 2 == 0), bits + towards, bits)
+    return odd.view(np.float64).astype(np.float32)
 
 
 def _similarities(query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int) -> np.ndarray:
     """Dot products, or cosines before they are clamped, of query tokens with the codes of document tokens.
 
-    ``(float32(float32(I) factor)) weight`` with I the integer dot of the codes: factor and weight are the scales for
-    dot; for cosine and angular 1 / norm of the codes, each rounded to float32 and 0 for zero codes. Two zero vectors
-    are at cosine 1 under angular, else at 0.
+    ``(float32(products factor)) weight``, the products rounded to float32: of int8, the integer dot with the codes of
+    the query; of fp8, a chain of fused multiply-adds. The factor is 2^-32 x scale for dot, and for cosine and angular
+    1 / norm of the codes, rounded to float32, 0 for zero codes. Two zero vectors are at cosine 1 under angular, else 0.
     """
-    (query_codes, query_scales), (codes, scales) = int8_codes(query, limit), CODERS[precision](document)
-    products = (query_codes @ codes.T).astype(np.float32)  # integers below 2^31: exact in float64
+    codes, scales = CODERS[precision](document)
+    operand = _integer_operand(query, limit) if precision == "int8" else _float_operand(query)
+    if precision == "int8":
+        products = (operand.rows @ codes.T).astype(np.float32)  # integers below 2^31: exact in float64
+    else:
+        products = _chains(operand.rows, codes)
     if metric == "dot":
-        shifted = scales.astype(np.float64) * 2.0**-32  # so that no product leaves the range of float32
-        values = (products * shifted.astype(np.float32)).astype(np.float64)
-        return values * (query_scales.astype(np.float64) * 2.0**32)[:, None]
-    factors, weights = (_inverse_norms(*side) for side in ((codes, scales), (query_codes, query_scales)))
-    values = (products * factors).astype(np.float64) * weights.astype(np.float64)[:, None]
-    both_zero = (query_scales == 0)[:, None] & (scales == 0)
+        factors = scales * np.float32(2.0**-32)
+        return (products * factors).astype(np.float64) * operand.dot_weights[:, None]
+    values = (products * _inverse_norms(codes, scales)).astype(np.float64) * operand.cosine_weights[:, None]
+    both_zero = (operand.scales == 0)[:, None] & (scales == 0)
     return np.where(both_zero, 1.0, values) if metric == "angular" else values
 
 
@@ -348,6 +419,9 @@ def _coded_bound(
     query_norms, query_losses = _losses(query, *int8_codes(query, limit))
     norms, losses = _losses(document, *CODERS[precision](document))
     rounding = 8 * 2.0**-24 + count * 2.0**-52
+    if precision == "fp8":
+        query_losses = np.where(_float_operand(query).scales == 0, query_norms, 0.0)
+        rounding = (16 + (1 + 2.0**-6) * query.shape[1]) * 2.0**-24 + count * 2.0**-52
     if metric == "dot":
         reach = (query_norms + query_losses).sum()
         error = (
@@ -496,7 +570,7 @@ def maxsim(queries: Any, documents: Any, **options: Any) -> Any:
         ``"mean"`` divides by the number of valid query tokens.
     empty : float, optional
         Score of a document without tokens; default -inf (dot, cosine) or +inf (angular).
-    precision : {"exact", "int8"}
+    precision : {"exact", "int8", "fp8"}
         How the documents are coded; `query_limit` is the largest code of a query on the row.
     return_argmax, return_token_scores, return_bounds : bool
         Ask for a `MaxSimResult`.

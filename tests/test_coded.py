@@ -31,13 +31,13 @@ from oracle import (
 from test_conformance import EVERYTHING, ROW_AND_DTYPE, ROWS, Case, call, deck, inputs, need, pack
 
 import numkong_py as nk
-from numkong_py import demo, reference
+from numkong_py import reference
 from numkong_py.coded import regions
 from numkong_py.layout import Coding
 from numkong_py.packed import pack_collection
 
 QUERY_LIMITS = {"haswell": 63}  # elsewhere 127
-CODED = ("int8",)
+CODED = ("int8", "fp8")
 DEPTHS = (*range(1, 131), 384, 1024)
 
 
@@ -102,10 +102,13 @@ def assert_within_bounds(actual: Any, exact: np.ndarray) -> None:
     assert np.all(near | same)
 
 
-def test_serial_and_the_other_rows_of_limit_127_agree_to_the_bit() -> None:
+@pytest.mark.parametrize("precision", CODED)
+def test_serial_and_the_other_rows_agree_to_the_bit(precision: str) -> None:
+    """All rows do for fp8; those with queries of 8 bits for int8."""
     query, documents = tokens("random", "f32", 40, 96, 1), [tokens("random", "f32", n, 96, n) for n in (3, 0, 70, 900)]
-    rows = [row for row in ROWS if ROWS[row].available and limit_of(row) == 127 and "f32" in ROWS[row].dtypes]
-    results = [nk.maxsim(query, nk.pack(documents, precision="int8", backend=row), **EVERYTHING) for row in rows]
+    rows = [row for row in ROWS if ROWS[row].available and "f32" in ROWS[row].dtypes]
+    rows = [row for row in rows if precision == "fp8" or limit_of(row) == 127]
+    results = [nk.maxsim(query, nk.pack(documents, precision=precision, backend=row), **EVERYTHING) for row in rows]
     assert "serial" in rows
     for result in results:
         assert_same_result(result, results[-1])
@@ -210,18 +213,20 @@ def test_nothing_wraps_or_saturates(row: str) -> None:
             )
 
 
+@pytest.mark.parametrize("precision", CODED)
 @pytest.mark.parametrize("row", ROWS)
-def test_largest_numbers_stay_finite(row: str) -> None:
+def test_largest_numbers_stay_finite(row: str, precision: str) -> None:
     """Products past float32 are no infinity before the score is rounded: opposite ones do not meet as NaN."""
     need(row, "f32")
     top = np.finfo(np.float32).max
-    x = np.float32([[top, top], [-top, top], [1e-24, 0]])
-    assert np.isfinite(pack(x, row, precision="int8").unpack()).all()
-    scores = nk.maxsim_pairs([np.float32([[1e-38, 0], [-1e-38, 0], [1e-24, 0]])], [x], return_token_scores=True)
-    coded = nk.maxsim_pairs(
-        pack([np.float32([[1e-20, 0], [-1e-20, 0]])], row), pack([x], row, precision="int8"), **EVERYTHING
-    )
-    assert np.isfinite(scores.scores).all() and np.isfinite(coded.scores).all() and np.isfinite(coded.bounds).all()
+    x = np.float32([[top, top], [top, -top / 3], [1e-24, 0]])
+    packed = pack(x, row, precision=precision)
+    assert np.isfinite(packed.unpack()).all()
+    small, large = np.float32([[1e-20, 1e-20], [-1e-21, 0]]), np.float32([[top, top], [-top, -top]])
+    result = nk.maxsim(pack(small, row), packed, **EVERYTHING)
+    assert np.isfinite(result.scores).all() and np.isfinite(result.bounds).all()
+    assert_within_bounds(result, reference.maxsim(small, x))
+    assert nk.maxsim(pack(large, row), packed)[0] == np.inf, "2 top^2, and the negative one against 1e-24"
 
 
 @pytest.mark.parametrize("precision", CODED)
@@ -297,6 +302,8 @@ def test_topk_is_the_sorted_full_matrix(row: str, kind: str, precision: str) -> 
 
 def collections() -> dict[str, tuple[list[np.ndarray], list[np.ndarray]]]:
     """Queries and documents of the demo and of random numbers."""
+    from numkong_py import demo  # here: copies of the package for mutants leave it out
+
     rng = np.random.default_rng(3)
     corpus = demo.load()
     return {
@@ -309,7 +316,7 @@ def collections() -> dict[str, tuple[list[np.ndarray], list[np.ndarray]]]:
 
 
 @pytest.mark.parametrize("name", ["demo", "random"])
-@pytest.mark.parametrize(("precision", "least"), [("int8", 0.999)])
+@pytest.mark.parametrize(("precision", "least"), [("int8", 0.999), ("fp8", 0.999)])
 def test_ranks_are_nearly_those_of_exact_scores(precision: str, least: float, name: str) -> None:
     queries, documents = collections()[name]
     exact = nk.maxsim(queries, documents)
@@ -332,7 +339,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def test_bytes_of_a_token() -> None:
-    for precision, expected in (("int8", 136),):
+    for precision, expected in (("int8", 136), ("fp8", 136)):
         size = [nk.pack_size(count, 128, "f32", precision=precision) for count in (0, 1 << 16)]
         assert (size[1] - size[0]) >> 16 == expected
 

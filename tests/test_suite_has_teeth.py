@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from oracle import ROOT
+from test_coded import cases as coded_cases
 from test_conformance import ROWS, cases
 
 pytestmark = pytest.mark.slow
@@ -67,6 +68,25 @@ MUTATIONS = (
         "residual = nk_round_up_(nk_quantise_row_(",
         "residual = 0 * nk_round_up_(nk_quantise_row_(",
     ),
+    Mutation(
+        "bounds of codes forget what the codes leave over",
+        "c/coding.inc",
+        "token.residual = nk_round_up_(nk_quantise_row_(",
+        "token.residual = 0 * nk_round_up_(nk_quantise_row_(",
+    ),
+    Mutation(
+        "the best of codes is not the first of equals",
+        "c/coded.inc",
+        "nk_first_of_(row, largest) : 0;",
+        "nk_first_of_(row, largest) + 1 : 0;",
+    ),
+    Mutation(
+        "the last values of a document are not looked at",
+        "c/coded.inc",
+        "token < count - lanes_k ? token : count - lanes_k;",
+        "token < count - lanes_k ? token : 0;",
+    ),
+    Mutation("coded queries keep codes that saturate", f"c/backends/{ROW}.c", "QUERY_LIMIT_ 63", "QUERY_LIMIT_ 127"),
     Mutation("a tie goes to the highest token", "c/scoring.inc", "? index < best->index :", "? index > best->index :"),
     Mutation("NaN loses", "c/scoring.inc", "int const nan = value != value,", "int const nan = 0,"),
     Mutation("an empty document scores 0", "c/scoring.inc", "(nk_f64_t)INFINITY : -(nk_f64_t)INFINITY;", "0.0 : 0.0;"),
@@ -127,6 +147,12 @@ MUTATIONS = (
 )
 
 
+CODED_TESTS = (
+    *(f"test_same_bits_as_the_reference[{precision}-{case}-{ROW}]" for precision, case in coded_cases()[::9]),
+    f"test_a_pair_scores_the_same_in_any_company[{ROW}-f32-int8]",
+)
+
+
 def need_a_compiler() -> None:
     """Skip with the reason where the copy cannot be built or run."""
     if not ROWS[ROW].available:
@@ -179,6 +205,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def suite_result(tree: Path) -> subprocess.CompletedProcess[str]:
     """Run the chosen part of the suite against the package in a tree, stopping at the first failure."""
     chosen = [f"tests/test_conformance.py::test_same_bits_as_the_reference[{case}-{ROW}]" for case in cases()[::7]]
+    chosen += [f"tests/test_coded.py::{name}" for name in CODED_TESTS]
     chosen += [
         f"tests/test_conformance.py::test_strides_change_no_bit[{ROW}-f32-stepped]",
         f"tests/test_conformance.py::test_nan_stays_where_it_is[{ROW}-f32]",

@@ -21,7 +21,6 @@ NK_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #define NK_QUERY_GROUP_ 4
 #define NK_CODE_LIMIT_ 127
 #define NK_CODE_BIAS_ 0
-#define NK_DIRECT_OPERATION_ nk_multiply_f32_k
 #define NK_DIRECT_HALVES_(dtype) 0
 #define NK_PANEL_TILES_ 3
 

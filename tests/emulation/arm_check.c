@@ -134,11 +134,10 @@ static int nk_same_(nk_precision_t precision, char const *row) {
                 void *results[2];
                 nk_size_t bytes;
                 for (int side = 0; side != 2; ++side)
-                    results[side] =
-                        nk_scored_(dtype, nk_packed_of_(dtype, nk_exact_k, queries, query_counts, queries_k, depth,
-                                                        masks[side]),
-                                   nk_packed_of_(dtype, precision, documents, counts, documents_k, depth, masks[side]),
-                                   metric, 32, masks[side], &bytes);
+                    results[side] = nk_scored_(
+                        dtype, nk_packed_of_(dtype, nk_exact_k, queries, query_counts, queries_k, depth, masks[side]),
+                        nk_packed_of_(dtype, precision, documents, counts, documents_k, depth, masks[side]), metric, 32,
+                        masks[side], &bytes);
                 wrong += memcmp(results[0], results[1], bytes) != 0;
             }
     printf("%s: %d of %d differ\n", row, wrong, cases);
