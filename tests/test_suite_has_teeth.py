@@ -41,20 +41,26 @@ MUTATIONS = (
     Mutation(
         "the screening bound loses its correction",
         "c/screening.inc",
-        "nk_row_select_(values, tokens, margin, list",
-        "nk_row_select_(values, tokens, 0 * margin, list",
+        "nk_f32_t const bound = nk_bound_of_(document->residual, residual_weight, document->reach, reach_weight);",
+        "nk_f32_t const bound = 0;",
     ),
     Mutation(
         "the second screen trusts its sums",
         "c/screening.inc",
-        "nk_row_select_(values, tokens, 2 * bound, scorer->list",
-        "nk_row_select_(values, tokens, 0 * bound, scorer->list",
+        "bound, floor, scorer->list)",
+        "0 * bound, floor, scorer->list)",
+    ),
+    Mutation(
+        "f32 dots are trusted",
+        "c/screening.inc",
+        "nk_f32_t const bound = nk_direct_bound_(scorer, query,",
+        "nk_f32_t const bound = 0 * nk_direct_bound_(scorer, query,",
     ),
     Mutation(
         "centred codes are held against exact values",
         "c/screening.inc",
-        "if (centred) survivors.upper[at] = (nk_f32_t)INFINITY;",
-        "(void)centred;",
+        "if (!document->centred) return",
+        "return",
     ),
     Mutation(
         "the floor of top-k is held against values without their bound",

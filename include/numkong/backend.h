@@ -199,6 +199,14 @@ NK_INLINE nk_u32_t nk_trailing_zeros_(nk_u64_t bits) {
 #endif
 }
 
+/* What one pass over a row of screening values leaves: in each of 16 lanes the largest value and its token, and the
+ * largest of what came second in a lane. While that stays below a floor, the lanes hold all that reaches it. */
+typedef struct nk_leaders_t {
+    nk_f32_t best[16];
+    nk_u32_t token[16];
+    nk_f32_t second;
+} nk_leaders_t;
+
 /* Contiguous memory that will be needed, fetched line by line while something else is computed. */
 typedef struct nk_coming_t {
     nk_u8_t const *at, *end;
