@@ -79,6 +79,13 @@ static nk_f64_t nk_quantise_row_(nk_f32_t const *row, nk_size_t depth, nk_f32_t 
     return sqrt(left * (1 + ((nk_f64_t)depth + 64) * 0x1p-52));
 }
 
+/* The largest of a row's values, none of them a NaN. */
+static nk_f32_t nk_row_largest_(nk_f32_t const *values, nk_size_t count) {
+    nk_f32_t largest = values[0];
+    for (nk_size_t token = 1; token < count; ++token) largest = values[token] > largest ? values[token] : largest;
+    return largest;
+}
+
 static nk_f64_t nk_dot_(nk_dtype_t dtype, nk_f64_t const *query, void const *token, nk_size_t depth) {
     nk_f64_t lanes[16] = {0};
     for (nk_size_t k = 0; k != depth; ++k) lanes[k % 16] += query[k] * nk_widen_(dtype, token, k);
