@@ -115,6 +115,12 @@ MUTATIONS = (
         "_mm256_add_pd(_mm256_add_pd(lanes0, lanes4), _mm256_add_pd(lanes8, lanes12))",
     ),
     Mutation(
+        "a lane's second best is forgotten",
+        "c/kernels/x86_v3.inc",
+        "leaders->second = _mm256_cvtss_f32(nk_spread_largest_(_mm256_max_ps(lanes0.second, lanes8.second)));",
+        "leaders->second = -(nk_f32_t)INFINITY;",
+    ),
+    Mutation(
         "the last token of a document is not scanned",
         "c/kernels/x86_v3.inc",
         "nk_load_values_(values + token, count - token), index0",

@@ -140,7 +140,8 @@ def debian_packages(
 ) -> Path:
     """A folder with the files (below ``only``) of Debian packages of a suite and architecture.
 
-    With ``dependencies`` also those of the packages that they need and this machine lacks.
+    With ``dependencies`` also those of the packages that they need and this machine lacks; the named ones come even
+    where the machine has them, for they look for their files beside each other.
     """
 
     def fill(folder: Path) -> None:
@@ -163,7 +164,18 @@ def debian_packages(
         run([*apt, "update"])
         if dependencies:
             aside = ["-o", f"Dir::Cache::archives={scratch / 'debs'}", "-o", "Debug::NoLocking=true"]
-            run([*apt, *aside, "install", "--yes", "--no-install-recommends", "--download-only", *packages])
+            run(
+                [
+                    *apt,
+                    *aside,
+                    "install",
+                    "--reinstall",
+                    "--yes",
+                    "--no-install-recommends",
+                    "--download-only",
+                    *packages,
+                ]
+            )
         else:
             run([*apt, "download", *packages], cwd=scratch / "debs")
         for package in sorted((scratch / "debs").glob("*.deb")):
@@ -220,7 +232,7 @@ def chromium() -> tuple[str, dict[str, str]]:
     release = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.M)
     if release is None or not shutil.which("apt-get"):
         unavailable("chromium comes from Debian, and this machine has no apt of Debian")
-    packages = ["chromium-headless-shell", "fontconfig-config", "fonts-dejavu-core"]
+    packages = ["chromium-headless-shell", "chromium-common", "fontconfig-config", "fonts-dejavu-core"]
     folder = debian_packages("chromium", *packages, suite=release[1], dependencies=True)
     libraries = sorted({str(path.parent) for path in folder.rglob("*.so*")})
     environment = {"LD_LIBRARY_PATH": os.pathsep.join(libraries)}
