@@ -26,6 +26,7 @@ from workloads import WORKLOADS, Inputs, Workload, make
 
 import numkong_py as nk
 from numkong_py import cpu
+from numkong_py.packed import PRECISIONS
 
 QUICK_FACTOR = 10
 Record = dict[str, Any]
@@ -164,6 +165,41 @@ def _full(row: str, inputs: Inputs, threads: int) -> Callable[[], Any]:
     return partial(nk.maxsim_packed, queries, documents, threads=threads)
 
 
+def precision_record(
+    workload: Workload, dtype: str, options: argparse.Namespace, ceilings: Ceilings, effort: Effort
+) -> Record:
+    """Every precision of the best row, and that row's int8 kernel alone; scores must be within their bounds."""
+    row = chosen_rows(options, workload, dtype)[0]
+    inputs = _made(workload).astype(dtype)
+    expected, queries = truth(inputs, dtype), nk.pack(inputs.queries, backend=row)
+    calls: dict[str, tuple[Callable[[], Any], None]] = {}
+    found: dict[str, Record] = {}
+    for precision in PRECISIONS:
+        documents = nk.pack(inputs.tokens, offsets=inputs.offsets, precision=precision, backend=row)
+        result = nk.maxsim_packed(queries, documents, return_bounds=True)
+        verdict = judge(result.scores, expected)
+        within = (np.abs(result.scores - expected.scores) <= result.bounds).all()
+        if not (verdict.verdict == "exact" if precision == "exact" else within):
+            sys.exit(f"{row} on {workload.name}, {dtype}, {precision}: scores are out of bounds; not timed")
+        calls[precision] = (partial(nk.maxsim_packed, queries, documents, threads=options.threads), None)
+        found[precision] = {"error": verdict.error, "top10": verdict.top10}
+        found[precision]["bytes_per_token"] = round(documents.nbytes / documents.tokens, 1)
+    if row != "serial" and not ceilings.reason:
+        windows = 8 if options.quick else STREAMED_WINDOWS
+        calls["int8 kernel"] = (RowKernels(row).call("int8", windows), None)
+        found["int8 kernel"] = {"operations": operations(windows)}
+    seconds, rates = interleave(calls, ceilings, effort)
+    for name, values in seconds.items():
+        found[name]["seconds"] = _rounded(values)
+    return {
+        "kind": "precision",
+        **_described(workload, inputs, dtype, options.threads),
+        "row": row,
+        "ceilings": {name: _rounded(values) for name, values in rates.items()},
+        "contenders": found,
+    }
+
+
 # ------------------------------------------------------------------------------------------------ inner kernels
 
 
@@ -287,6 +323,11 @@ def jobs(options: argparse.Namespace, ceilings: Ceilings, effort: Effort) -> Ite
         for dtype in options.dtype or workload.dtypes:
             if part in options.part and chosen_rows(options, workload, dtype):
                 yield f"{workload.name}, {dtype}", partial(measure, workload, dtype, options, ceilings, effort)
+    for workload in workloads:
+        if "precision" in options.part and workload.name in ("rerank", "colpali"):
+            for dtype in options.dtype or ("f32",):
+                label = f"precisions, {workload.name}, {dtype}"
+                yield label, partial(precision_record, workload, dtype, options, ceilings, effort)
     if "kernels" in options.part and not ceilings.reason:
         for row in our_rows("bf16"):
             if row != "serial" and (not options.row or {row, "all"} & set(options.row)):

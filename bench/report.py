@@ -244,6 +244,33 @@ def kernels_table(machine: Machine) -> str:
     return table(headers, rows) if rows else ""
 
 
+def precision_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("precision"):
+        kernel = record["contenders"].get("int8 kernel")
+        for name, entry in record["contenders"].items():
+            if entry is kernel:
+                continue
+            alone = kernel and ratio(record, name, "int8 kernel") * kernel["operations"] / record["operations"]
+            rows.append(
+                [
+                    f"{record['workload']}, {record['row']}",
+                    record["dtype"],
+                    shape(record),
+                    str(record["threads"]),
+                    name,
+                    number(median_ms(record, name)),
+                    number(ratio(record, name, "exact")),
+                    number(alone),
+                    number(entry["bytes_per_token"]),
+                    number(entry["error"]),
+                    number(entry["top10"]),
+                ]
+            )
+    headers = ["workload, row", "type", "shape", "threads", "precision", "ms", "to exact", "to the int8 kernel alone"]
+    return table([*headers, "bytes a token", "error over the norms", "best ten kept"], rows) if rows else ""
+
+
 def peers_table(machine: Machine) -> str:
     rows = []
     for record in machine.of("scores", 1):
@@ -667,6 +694,7 @@ def section(machine: Machine, folder: Path, plots: bool) -> str:
     parts += [(f"### Scores, {_threads(count)}", scores_table(machine, count)) for count in threads]
     parts += [
         ("### Targets", targets_table(machine)),
+        ("### Precisions", precision_table(machine)),
         ("### Rows", rows_table(machine)),
         ("### Inner kernels alone", kernels_table(machine)),
         ("### Top-k", topk_table(machine)),

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("scores", "topk", "kernels", "training", "chamfer", "packing", "overhead", "memory")
+PARTS = ("scores", "topk", "precision", "kernels", "training", "chamfer", "packing", "overhead", "memory")
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",

@@ -104,6 +104,17 @@ def test_a_run_writes_stamped_records_that_become_a_document(tmp_path: Path) -> 
     assert "| 1x10 | f32 | 1 x 10, 32 x 300, d = 128 |" in text and "maxsim_packed above its C call, us" in text
 
 
+def test_precisions_become_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    command = [sys.executable, str(BENCH / "run.py"), "--quick", "--out", str(out), "--workload", "rerank"]
+    subprocess.run([*command, "--part", "precision"], check=True, capture_output=True, timeout=300)
+    _, record = map(json.loads, out.read_text().splitlines())
+    found = record["contenders"]
+    assert found["exact"]["error"] <= found["int8"]["error"] < 0.01 and found["int8"]["bytes_per_token"] < 140
+    text = report.precision_table(report.read([out], quick=True)[0])
+    assert f"| rerank, {record['row']} | f32 | 1 x 100, 32 x 300, d = 128 | 1 | int8 |" in text
+
+
 def test_an_unknown_workload_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "run.py"), "--out", str(tmp_path / "x"), "--workload", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
