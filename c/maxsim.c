@@ -96,7 +96,7 @@ static nk_status_t nk_packed_shape_(nk_dtype_t dtype, void const *packed, nk_siz
     nk_backend_t const *backend;
     if (!vectors || !depth) return nk_null_argument_k;
     nk_status_t status = nk_select_(dtype, capabilities, stream, &backend);
-    if (status == nk_success_k) status = nk_expect_(packed, backend, dtype);
+    if (status == nk_success_k) status = nk_expect_any_(packed, backend, dtype);
     if (status != nk_success_k) return status;
     *vectors = ((nk_packed_header_t const *)packed)->tokens;
     *depth = ((nk_packed_header_t const *)packed)->depth;

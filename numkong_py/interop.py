@@ -192,7 +192,8 @@ def write_tokens(
     """Write the vectors of a packed collection, bit for bit, to a file that programs without numkong_py read.
 
     The file holds ``tokens`` ``[total, depth]`` and ``offsets`` (int64 ``[count + 1]``; none for a single set), so that
-    `read_tokens` gives the same collection back. It is written aside and renamed, 64 MiB of tokens at a time.
+    `read_tokens` gives the same collection back. It is written aside and renamed, 64 MiB of tokens at a time. Of a coded
+    packing it holds what the codes stand for, in float32.
 
     Parameters
     ----------
@@ -237,7 +238,7 @@ def write_tokens(
     if names is not None and len(names) != len(packed):
         raise ShapeMismatch(f"ids: {len(names)}, wanted {len(packed)}, one for every set")
     arrays = _one_array_a_set(packed, names) if as_list else _one_array(packed, names, suffix)
-    write_aside(path, lambda file: WRITERS[suffix](file, arrays, packed.dtype, progress or (lambda count: None)))
+    write_aside(path, lambda file: WRITERS[suffix](file, arrays, _dtype_of(packed), progress or (lambda count: None)))
 
 
 class _Array(NamedTuple):
@@ -256,9 +257,14 @@ def _whole(array: np.ndarray) -> _Array:
     return _Array(array.dtype, array.shape, lambda: iter([array]))
 
 
+def _dtype_of(packed: PackedTensor) -> str:
+    """Element type of what it unpacks to."""
+    return packed.dtype if packed.precision == "exact" else "f32"
+
+
 def _tokens(packed: PackedTensor, begin: int, end: int) -> _Array:
     """Tokens `begin` to `end` of the contents, unpacked when they are written."""
-    dtype = NUMPY_DTYPES[packed.dtype]
+    dtype = NUMPY_DTYPES[_dtype_of(packed)]
     step = max(1, PIECE // (packed.depth * dtype.itemsize))
 
     def pieces() -> Iterator[np.ndarray]:

@@ -257,6 +257,66 @@ def test_corpus_ranges_and_candidates_are_parts_of_the_whole(dtype: str) -> None
         assert_same_bits(scores, reference.maxsim_candidates(queries[1:], documents, candidates))
 
 
+def pack_coded(packed: np.ndarray, dtype: str, mask: int, depth: int, **coding: int) -> tuple[int, np.ndarray]:
+    """Code three tokens of an exact packing's vectors anew: the status, and the buffer."""
+    x = np.linspace(-1, 1, 3 * depth, dtype=np.float32).reshape(3, depth).astype(DTYPES[dtype])
+    fields = {"precision": lib.nk_int8_k, **coding}
+    header, given = ffi.new("nk_packed_header_t *"), ffi.new("nk_coding_t *", fields)
+    backend = lib.nk_backend_best(getattr(lib, f"nk_{dtype}_k"), mask)
+    status = lib.nk_packed_describe(backend, getattr(lib, f"nk_{dtype}_k"), given, 1, 3, depth, header)
+    if status:
+        return status, packed
+    buffer = aligned(header.total_bytes)
+    keep = [ffi.new("nk_u64_t[]", [x.ctypes.data]), ffi.new("nk_u64_t[]", [3]), ffi.new("nk_u64_t[]", [0, 3])]
+    keep += [ffi.new("nk_i64_t[]", [x.strides[0]]), ffi.new("nk_i64_t[]", [x.strides[1]])]
+    job = ffi.new("nk_maxsim_pack_t *")
+    job.tokens = {"runs": 1, "pointers": keep[0], "counts": keep[1], "row_strides": keep[3], "element_strides": keep[4]}
+    job.offsets, job.documents, job.depth, job.packed = keep[2], 1, depth, address(buffer)
+    return lib.nk_maxsim_pack_coded(getattr(lib, f"nk_{dtype}_k"), given, job, mask, NULL), buffer
+
+
+@every_dtype
+def test_coded_packings(dtype: str) -> None:
+    x = np.linspace(-1, 1, 72, dtype=np.float32).reshape(3, 24).astype(DTYPES[dtype])
+    for mask in runnable(dtype):
+        exact = pack(x, dtype, mask)
+        status, coded = pack_coded(exact, dtype, mask, 24)
+        assert status == lib.nk_success_k
+        vectors = np.full((3, 24), SENTINEL, np.float32)
+        target = ffi.cast("nk_f32_t *", vectors.ctypes.data)
+        assert lib.nk_maxsim_decode(address(coded), 1, 3, target) == lib.nk_success_k
+        assert_same_bits(vectors[:2], reference.decoded(x, "int8")[1:])
+        assert (vectors[2] == SENTINEL).all()
+        assert lib.nk_maxsim_decode(address(coded), 1, 4, target) == lib.nk_index_out_of_range_k
+        assert lib.nk_maxsim_decode(address(exact), 0, 3, target) == lib.nk_pack_mismatch_k
+        assert lib.nk_maxsim_decode(address(coded), 0, 3, NULL) == lib.nk_null_argument_k
+
+        scores = np.full((1, 1), SENTINEL, np.float32)
+        for queries, documents, wanted in (
+            (exact, coded, lib.nk_success_k),
+            (coded, coded, lib.nk_success_k),
+            (coded, exact, lib.nk_pack_mismatch_k),
+        ):
+            scores[:] = SENTINEL
+            job = corpus_job((queries, documents), 1, 1, scores, "cosine")
+            assert function("corpus", dtype)(job, mask, NULL) == wanted
+            assert abs(scores[0, 0] - 3) < 0.1 if wanted == lib.nk_success_k else scores[0, 0] == SENTINEL
+        assert score(dtype, exact, coded, (3, 3, 24), mask) == (lib.nk_pack_mismatch_k, SENTINEL)
+        unpacked = np.zeros((3, 24), DTYPES[dtype])
+        given = address(coded), 0, 3, pointer(unpacked, dtype), mask, NULL
+        assert function("unpack", dtype)(*given) == lib.nk_pack_mismatch_k
+        for byte in range(HEADER_BYTES):
+            damaged = aligned(len(coded))
+            damaged[:] = coded
+            damaged[byte] ^= 0x10
+            assert lib.nk_maxsim_decode(address(damaged), 0, 3, target) == lib.nk_pack_mismatch_k, byte
+
+        assert pack_coded(exact, dtype, mask, 131073)[0] == lib.nk_unexpected_dimensions_k
+        for wrong in ({"bits": 2}, {"centroids": 1}, {"precision": 9}, {"precision": lib.nk_residual_k, "bits": 3}):
+            assert pack_coded(exact, dtype, mask, 24, **wrong)[0] == lib.nk_unexpected_dimensions_k, wrong
+        assert lib.nk_maxsim_pack_coded(0, NULL, NULL, mask, NULL) == lib.nk_null_argument_k
+
+
 @every_dtype
 def test_unpack_and_row_strides(dtype: str) -> None:
     wide = tokens("extremes", dtype, 9, 40, 1)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import numkong_py as nk
+from numkong_py import reference
 from numkong_py.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +108,10 @@ def test_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_of_pack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = folder / "documents.nk"
+    facts = json_of(capsys, "pack", folder / "documents.npz", "-o", output, "--precision", "int8")
+    assert facts["precision"] == "int8" and nk.open(output).precision == "int8"
+    json_of(capsys, "export", output, "-o", folder / "decoded.npz")
+    assert np.array_equal(np.load(folder / "decoded.npz")["tokens"], reference.decoded(TOKENS, "int8"))
     json_of(capsys, "pack", folder / "documents.npz", "-o", output, "--normalize", "--backend", "serial")
     expected = nk.pack(TOKENS, offsets=OFFSETS, normalize=True, backend="serial")
     assert np.array_equal(nk.open(output).buffer, expected.buffer)

@@ -338,6 +338,35 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 # ------------------------------------------------------------------------------------------------- the packing
 
 
+@pytest.mark.parametrize("precision", CODED)
+def test_files_of_other_rows_keep_their_codes(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a row that cannot run here is opened as the best row that can, codes to the bit."""
+    documents = [tokens("random", "f32", count, 50, count) for count in (3, 0, 17, 1, 70)]
+    names = [row for row in ROWS if ROWS[row].available and "f32" in ROWS[row].dtypes and row != "serial"]
+    for name in names:
+        nk.pack(documents, precision=precision, backend=name).save(tmp_path / name)
+    wanted = {name: nk.open(tmp_path / name).to("serial") for name in names}
+    monkeypatch.setenv("NUMKONG_CAPABILITIES", "serial")
+    for name in names:
+        with pytest.warns(nk.RepackWarning, match=name):
+            opened = nk.open(tmp_path / name)
+        assert np.array_equal(opened.buffer, wanted[name].buffer)
+    if not names:
+        pytest.skip("this machine has one row only")
+
+
+@pytest.mark.parametrize("precision", CODED)
+def test_other_programs_get_what_the_codes_stand_for(precision: str, tmp_path: Path) -> None:
+    documents = [tokens("random", "bf16", count, 24, count) for count in (3, 0, 17)]
+    packed = nk.pack(documents, precision=precision)
+    for suffix in (".npz", ".safetensors"):
+        nk.write_tokens(packed, tmp_path / f"tokens{suffix}")
+        again = nk.pack(nk.read_tokens(tmp_path / f"tokens{suffix}").sets)
+        assert again.dtype == "f32"
+        for part, expected in zip(again.unpack(), packed.unpack(), strict=True):
+            assert_same_bits(part, expected)
+
+
 def test_bytes_of_a_token() -> None:
     for precision, expected in (("int8", 136), ("fp8", 136)):
         size = [nk.pack_size(count, 128, "f32", precision=precision) for count in (0, 1 << 16)]

@@ -333,6 +333,13 @@ def test_buffers_are_not_copied() -> None:
     assert xla_calls()[1] == q.unsafe_buffer_pointer()
 
 
+def test_coded_packings_are_refused() -> None:
+    coded, q = nk.pack(sets((4, 2), "f32", 4), precision="int8"), jnp.asarray(sets((5,), "f32", 1)[0])
+    for call in (nkx.packed, lambda docs: nkx.maxsim(q, docs), lambda docs: nk.maxsim(q, docs)):
+        with pytest.raises(nk.InvalidArgument, match="precision 'int8', and JAX scores exact packings"):
+            call(coded)
+
+
 # ----------------------------------------------------------------------------------------------- threads
 
 

@@ -63,7 +63,7 @@ def _facts(stored: Stored) -> dict[str, Any]:
         "empty": int((lengths == 0).sum()),
         "depth": stored.originals.shape[1],
         "dtype": stored.dtype,
-        "precision": "exact",
+        "precision": stored.coding.precision,
         "backend": stored.row,
         "device": "cpu",
         "available": stored.unavailable is None,
@@ -81,7 +81,8 @@ def run_pack(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         found = read_sets(arguments.input, arguments.dtype)
     started = time.perf_counter()
-    packed = pack(found, normalize=arguments.normalize, backend=arguments.backend, check_finite=arguments.check_finite)
+    options = {name: getattr(arguments, name) for name in ("precision", "normalize", "backend", "check_finite")}
+    packed = pack(found, **options)
     seconds = time.perf_counter() - started
     packed.save(arguments.output)
     return {"output": str(arguments.output), **_facts(read(arguments.output)), "pack_seconds": round(seconds, 6)}
