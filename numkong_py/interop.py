@@ -192,8 +192,8 @@ def write_tokens(
     """Write the vectors of a packed collection, bit for bit, to a file that programs without numkong_py read.
 
     The file holds ``tokens`` ``[total, depth]`` and ``offsets`` (int64 ``[count + 1]``; none for a single set), so that
-    `read_tokens` gives the same collection back. It is written aside and renamed, 64 MiB of tokens at a time. Of a coded
-    packing it holds what the codes stand for, in float32.
+    `read_tokens` gives the same collection back. It is written aside and renamed, 64 MiB of tokens at a time. A coded
+    packing is written as what its codes stand for, in float32.
 
     Parameters
     ----------
