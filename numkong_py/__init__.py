@@ -40,6 +40,7 @@ from .packed import PackedTensor, pack, pack_size, packed_shape
 from .packed import open_file as open  # noqa: F401  not in __all__: a star import must not hide the built-in
 from .reference import MaxSimResult
 from .storage import RepackWarning
+from .two_stage import TwoStageResult, topk_two_stage
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "PackedTensor",
     "RepackWarning",
     "ShapeMismatch",
+    "TwoStageResult",
     "UnknownId",
     "UnsupportedDtype",
     "backends",
@@ -88,5 +90,6 @@ __all__ = [
     "read_tokens",
     "reference",
     "topk",
+    "topk_two_stage",
     "write_tokens",
 ]

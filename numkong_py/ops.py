@@ -15,7 +15,18 @@ from .errors import DeviceMismatch, InvalidArgument, LayoutMismatch, ShapeMismat
 from .packed import PackedTensor, pack_collection, select
 from .reference import MaxSimResult
 
-__all__ = ["maxsim", "maxsim_candidates", "maxsim_packed", "maxsim_pairs", "topk"]
+__all__ = [
+    "both_packed",
+    "fill_up",
+    "keep_best",
+    "maxsim",
+    "maxsim_candidates",
+    "maxsim_packed",
+    "maxsim_pairs",
+    "read_pair",
+    "score_packed",
+    "topk",
+]
 
 REDUCTIONS = {"sum": False, "mean": True}
 SCREENS = ("auto", "never")
@@ -109,7 +120,8 @@ def _pack_queries(queries: Collection, row: Row) -> PackedTensor:
     return pack_collection(queries, row) if adopt is None else PackedTensor(adopt(queries), single=queries.single)
 
 
-def _both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
+def both_packed(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
+    """Read, check and pack both sides."""
     if isinstance(q, PackedTensor) and isinstance(docs, PackedTensor):
         if q.row is not docs.row or q.dtype != docs.dtype or q.depth != docs.depth or not q.runnable:
             _check_packed_pair(q, docs)
@@ -121,7 +133,7 @@ def _both(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
 # ------------------------------------------------------------------------------------- one way to score
 
 
-def _score(
+def score_packed(
     queries: PackedTensor,
     documents: PackedTensor,
     candidates: Any,
@@ -237,8 +249,8 @@ def maxsim(
            [ 0,  0],
            [-1, -1]], dtype=int32)
     """
-    queries, documents = _both(q, docs)
-    return _score(
+    queries, documents = both_packed(q, docs)
+    return score_packed(
         queries,
         documents,
         None,
@@ -277,8 +289,8 @@ def maxsim_packed(q_packed: PackedTensor, d_packed: PackedTensor, **options: Any
     for name, side in (("q_packed", q_packed), ("d_packed", d_packed)):
         if not isinstance(side, PackedTensor):
             raise UnsupportedDtype(f"{name}: a {type(side).__name__}, wanted a PackedTensor; pass nk.pack({name})")
-    queries, documents = _both(q_packed, d_packed)
-    return _score(queries, documents, None, 0 if queries.single else None, **options)
+    queries, documents = both_packed(q_packed, d_packed)
+    return score_packed(queries, documents, None, 0 if queries.single else None, **options)
 
 
 def maxsim_pairs(q: Any, docs: Any, **options: Any) -> Any:
@@ -302,12 +314,12 @@ def maxsim_pairs(q: Any, docs: Any, **options: Any) -> Any:
     >>> maxsim_pairs(queries, documents)
     array([2., 5.])
     """
-    queries, documents = _both(q, docs)
+    queries, documents = both_packed(q, docs)
     if len(queries) != len(documents):
         raise ShapeMismatch(f"q: {len(queries)} queries, and docs: {len(documents)} documents; wanted as many")
     indices = np.arange(len(queries))[:, None]
     candidates = queries.row.read_candidates(indices, len(queries), documents)
-    return _score(queries, documents, candidates, 1, **options)
+    return score_packed(queries, documents, candidates, 1, **options)
 
 
 def maxsim_candidates(q: Any, docs: Any, candidates: Any, **options: Any) -> Any:
@@ -337,9 +349,9 @@ def maxsim_candidates(q: Any, docs: Any, candidates: Any, **options: Any) -> Any
     >>> maxsim_candidates(np.float32([[1, 0]]), [np.float32([[2, 3]]), np.float32([[4, 5]])], [1, -1, 0])
     array([  4., -inf,   2.])
     """
-    queries, documents = _both(q, docs)
+    queries, documents = both_packed(q, docs)
     indices = queries.row.read_candidates(candidates, len(queries), documents)
-    return _score(queries, documents, indices, 0 if queries.single else None, **options)
+    return score_packed(queries, documents, indices, 0 if queries.single else None, **options)
 
 
 # ------------------------------------------------------------------------------------- top-k
@@ -356,14 +368,15 @@ def _select_best(scores: np.ndarray, indices: np.ndarray, k: int, descending: bo
     return kept[np.lexsort((indices[kept], keys[kept]))[:k]]
 
 
-def _merge(scores: np.ndarray, indices: np.ndarray, k: int, descending: bool) -> tuple[np.ndarray, np.ndarray]:
+def keep_best(scores: np.ndarray, indices: np.ndarray, k: int, descending: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The best k of every query, best first: [queries, count] scores and their documents."""
     if len(scores) == 0:
         return scores[:, :k], indices[:, :k]
     order = np.stack([_select_best(*row, k, descending) for row in zip(scores, indices)])
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(indices, order, axis=1)
 
 
-def _fill(scores: np.ndarray, indices: np.ndarray, k: int, worst: float) -> tuple[np.ndarray, np.ndarray]:
+def fill_up(scores: np.ndarray, indices: np.ndarray, k: int, worst: float) -> tuple[np.ndarray, np.ndarray]:
     """Widen to k columns where there are fewer documents: index -1, the score of nothing."""
     if scores.shape[1] == k:
         return scores, indices
@@ -434,7 +447,7 @@ def topk(
             raise InvalidArgument(f"{name}: {value!r}, wanted an integer of at least {least}")
     if screen not in SCREENS:
         raise InvalidArgument(f"screen: {screen!r}, wanted one of {', '.join(map(repr, SCREENS))}")
-    queries, documents = _both(q, docs)
+    queries, documents = both_packed(q, docs)
     options = {"metric": metric, "reduction": reduction, "empty": empty, "threads": threads}
     descending = metric != "angular"
     own = getattr(documents.row, "topk", None)
@@ -442,13 +455,13 @@ def topk(
         return own(queries, documents, k, candidates=candidates, block=block, progress=progress, **options)
     if candidates is not None:
         indices = queries.row.read_candidates(candidates, len(queries), documents)
-        scores = _score(queries, documents, indices, None, **options)
-        best = _merge(scores, np.where(indices < 0, -1, indices - documents.begin), k, descending)
+        scores = score_packed(queries, documents, indices, None, **options)
+        best = keep_best(scores, np.where(indices < 0, -1, indices - documents.begin), k, descending)
     else:
         floored = documents.precision == "exact" and queries.longest <= getattr(documents.row, "floor_tokens", 0)
         leave_out = screen == "auto" and floored
         best = _scan(queries, documents, k, block, progress, leave_out, options)
-    scores, indices = _fill(*best, k, -math.inf if descending else math.inf)
+    scores, indices = fill_up(*best, k, -math.inf if descending else math.inf)
     return (scores[0], indices[0]) if queries.single else (scores, indices)
 
 
@@ -493,11 +506,11 @@ def _scan(
     for start, stop in _blocks(documents, block, leave_out):
         part = documents[start:stop]
         floors = {"floors": _floors(best_scores, k)} if leave_out else {}
-        scores = _score(queries, part, None, None, **options, **floors)
+        scores = score_packed(queries, part, None, None, **options, **floors)
         indices = np.broadcast_to(np.arange(start, stop), scores.shape)
         if start:
             scores = np.concatenate([best_scores, scores], axis=1)
             indices = np.concatenate([best_indices, indices], axis=1)
-        best_scores, best_indices = _merge(scores, indices, k, descending)
+        best_scores, best_indices = keep_best(scores, indices, k, descending)
         advance(len(part))
     return best_scores, best_indices
