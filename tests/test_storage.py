@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ import numkong_py as nk
 from numkong_py import storage
 from numkong_py.backends import BACKENDS
 from numkong_py.layout import HEADER, Contents
+from numkong_py.packed import PRECISIONS
 
 RANDOM = np.random.default_rng(8)
 LENGTHS = [5, 0, 17, 1, 0, 40, 3, 0]
@@ -380,11 +381,15 @@ def test_flipped_bytes_are_seen(saved: Path) -> None:
 def score_damaged_contents(folder: str) -> None:
     """Score, in a process of its own, collections with damage that verify="header" does not see, in every region."""
     path = Path(folder, "damaged")
-    for row, dtype in [(each, dtype) for each in AVAILABLE for dtype in each.dtypes]:
-        packed = nk.pack([document.astype(DTYPES[dtype]) for document in DOCUMENTS], backend=row.name)
+    kinds = [(dtype, "exact") for dtype in DTYPES] + [("f32", precision) for precision in PRECISIONS[1:]]
+    for row, (dtype, precision) in product(AVAILABLE, kinds):
+        if dtype not in row.dtypes:
+            continue
+        documents = [document.astype(DTYPES[dtype]) for document in DOCUMENTS]
+        packed = nk.pack(documents, precision=precision, backend=row.name)
         packed.save(path)
         whole, start = path.read_bytes(), tensors(path)[2]
-        regions = [*packed.buffer[64:120].view("<u8").tolist(), packed.nbytes]
+        regions = sorted({*packed.buffer[64:144].view("<u8").tolist(), packed.nbytes} - {0})
         queries = nk.pack([query.astype(DTYPES[dtype]) for query in QUERIES], backend=row.name)
         for first, last in pairwise(regions):
             for size in (1, 2, 4, 8, 64, last - first):
