@@ -2,7 +2,7 @@
 
 The package is the wheel for AArch64, cross-built from this tree. Python is emulated too and slow, so of the conformance
 suite each run takes a part, spread over all its tests; ``NUMKONG_WHOLE_EMULATION=1`` runs it whole on every processor.
-Faults and counts of instructions use a C program (tests/emulation/arm_check.c) that holds a row against serial.
+Faults and counts of instructions use a C program (tests/emulation/row_check.c) that holds a row against serial.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_conformance(cpu: str, suite: str, package: Path, answers: dict[tuple[st
 
 SOURCES = (
     *("c/backend.c", "c/packed.c", "c/maxsim.c", "c/gradient.c", "c/capabilities.c", "c/backends/serial.c"),
-    *("c/backends/neonsdot.c", "c/backends/sme.c", "tests/emulation/arm_check.c"),
+    *("c/backends/neonsdot.c", "c/backends/sme.c", "tests/emulation/row_check.c"),
 )
 FLAGS = ("-O1", "-std=c99", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-pie")
 
@@ -147,10 +147,10 @@ def compile_object(tree: Path, source: str, folder: Path) -> None:
 def link(folder: Path) -> Path:
     """Put the objects of a folder together, at fixed addresses."""
     objects = sorted(str(path) for path in folder.glob("*.o"))
-    command = [*arm_machine.compiler(), "-no-pie", *objects, "-lm", "-o", str(folder / "arm_check")]
+    command = [*arm_machine.compiler(), "-no-pie", *objects, "-lm", "-o", str(folder / "row_check")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "arm_check"
+    return folder / "row_check"
 
 
 @pytest.fixture(scope="module")
@@ -175,13 +175,13 @@ def emulate(
 @pytest.mark.parametrize("cpu", ["neoverse-n1", *(f"max,sme-default-vector-length={n}" for n in (32, 128))])
 @pytest.mark.parametrize("precision", [PRECISIONS[name] for name in ("exact", "int8", "fp8")])
 def test_a_row_is_serial_bit_for_bit(cpu: str, precision: int, objects: Path) -> None:
-    done = emulate(cpu, objects / "arm_check", "same", "neonsdot" if cpu == "neoverse-n1" else "sme", str(precision))
+    done = emulate(cpu, objects / "row_check", "same", "neonsdot" if cpu == "neoverse-n1" else "sme", str(precision))
     assert done.returncode == 0 and "0 of 54 differ" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_row_that_the_processor_lacks_does_not_run(objects: Path) -> None:
     for cpu, row in (("cortex-a53", "neonsdot"), ("neoverse-n1", "sme"), ("max,sme=off", "sme")):
-        done = emulate(cpu, objects / "arm_check", "same", row)
+        done = emulate(cpu, objects / "row_check", "same", row)
         assert done.returncode == 2 and "not available" in done.stderr
 
 
@@ -302,12 +302,12 @@ def name_of(word: int) -> str | None:
 
 def executed(cpu: str, objects: Path, tmp_path: Path, functions: tuple[str, ...], *work: str) -> Counter[str]:
     """How often the functions executed each instruction of the table: qemu logs every one (``-one-insn-per-tb``)."""
-    image = (objects / "arm_check").read_bytes()
+    image = (objects / "row_check").read_bytes()
     ranges = [f"{address:#x}+{length:#x}" for name, address, length in symbols(image) if name in functions]
     assert ranges, f"none of {functions} is a function of the program"
     log = tmp_path / "log"
     options = ("-one-insn-per-tb", "-d", "exec,nochain", "-dfilter", ",".join(ranges), "-D", str(log))
-    done = emulate(cpu, objects / "arm_check", "work", *work, options=options)
+    done = emulate(cpu, objects / "row_check", "work", *work, options=options)
     assert done.returncode == 0, done.stderr
     words = words_at(image)
     addresses = (

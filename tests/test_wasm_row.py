@@ -28,6 +28,7 @@ from test_conformance import EVERYTHING, Case, assert_bounds_follow_the_formula,
 
 import numkong_py as nk
 from numkong_py import reference
+from numkong_py.cpu import PRECISIONS
 
 sys.path.insert(0, str(ROOT / "docs" / "demo"))
 
@@ -105,6 +106,48 @@ def test_same_bits_as_the_reference(case: Case, modules: dict[str, Any]) -> None
         actual = run(module, case)
         assert_same_result(actual, wanted)
         assert_bounds_follow_the_formula(actual.bounds, wanted.bounds)
+
+
+@pytest.fixture(scope="module")
+def row_check(built: Built) -> Path:
+    """The program that holds a row against serial, as a WASI command."""
+    source, compiler = "tests/emulation/row_check.c", tools.zig()
+    program = wasm_build.compile_object(source, built.folder, compiler, wasm_build.MODULES[RELAXED])
+    objects = [path for name, path in built.objects.items() if not name.startswith("c/wasm/")]
+    command = [*compiler, *wasm_build.TARGET, *map(str, objects), str(program), "-o", str(built.folder / "check.wasm")]
+    subprocess.run(command, check=True, timeout=600)
+    return built.folder / "check.wasm"
+
+
+def wasi_status(program: Path, arguments: list[str], deterministic: bool) -> int:
+    """Run a WASI command in wasmtime; its exit status."""
+    tools.wasmtime()
+    import wasmtime
+
+    config, wasi = wasmtime.Config(), wasmtime.WasiConfig()
+    config.wasm_relaxed_simd = True
+    config.wasm_relaxed_simd_deterministic = deterministic
+    wasi.argv = [program.name, *arguments]
+    wasi.inherit_stderr()
+    engine = wasmtime.Engine(config)
+    store, linker = wasmtime.Store(engine), wasmtime.Linker(engine)
+    linker.define_wasi()
+    store.set_wasi(wasi)
+    instance = linker.instantiate(store, wasmtime.Module.from_file(engine, str(program)))
+    try:
+        instance.exports(store)["_start"](store)
+    except wasmtime.ExitTrap as ended:
+        return ended.code
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "engine"), [("int8", "relaxed"), ("int8", "deterministic"), ("fp8", "deterministic")]
+)
+def test_coded_packings_are_those_of_serial(precision: str, engine: str, row_check: Path) -> None:
+    """Scores of codes are serial's to the bit; of fp8, where multiply-adds are sure to fuse."""
+    arguments = ["same", "v128relaxed", str(PRECISIONS[precision])]
+    assert wasi_status(row_check, arguments, engine == "deterministic") == 0
 
 
 def extreme_codes(dtype: str, depth: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,10 @@
-/* arm_check.c: a row against serial in plain C, for processors that are emulated: a program of milliseconds where
- * Python takes seconds. tests/test_arm_rows.py builds it with faults in the row and counts its instructions.
+/* row_check.c: a row against serial in plain C, for processors that are emulated: a program of milliseconds where
+ * Python takes seconds. tests/test_arm_rows.py builds it with faults in the row and counts its instructions;
+ * tests/test_wasm_row.py runs it in an engine.
  *
- *   arm_check same ROW [PRECISION]
+ *   row_check same ROW [PRECISION]
  *       collections of many shapes, exact or coded (nk_precision_t): 0 when scores and winners are the same bits
- *   arm_check work ROW DTYPE QUERY DOCUMENT DEPTH
+ *   row_check work ROW DTYPE QUERY DOCUMENT DEPTH
  *       one score of random tokens, or of near-duplicates for a negative depth */
 #include <numkong/backend.h>
 
