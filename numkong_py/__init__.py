@@ -39,6 +39,7 @@ from .ops import maxsim_packed
 from .packed import PackedTensor, pack, pack_size, packed_shape
 from .packed import open_file as open  # noqa: F401  not in __all__: a star import must not hide the built-in
 from .reference import MaxSimResult
+from .report import ErrorReport, error_report
 from .storage import RepackWarning
 from .two_stage import TwoStageResult, topk_two_stage
 
@@ -54,6 +55,7 @@ __all__ = [
     "CorruptFile",
     "DeviceMismatch",
     "DuplicateId",
+    "ErrorReport",
     "IndexOutOfRange",
     "InvalidArgument",
     "LayoutMismatch",
@@ -75,6 +77,7 @@ __all__ = [
     "compiled_capabilities",
     "enabled_capabilities",
     "error_bound",
+    "error_report",
     "find_kernel",
     "maxsim",
     "maxsim_candidates",

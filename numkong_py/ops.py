@@ -23,6 +23,7 @@ __all__ = [
     "maxsim_candidates",
     "maxsim_packed",
     "maxsim_pairs",
+    "pack_pair",
     "read_pair",
     "score_packed",
     "topk",

@@ -83,7 +83,17 @@ class Stored(NamedTuple):
         return self.contents.row.reason if self.contents else "this build does not have it"
 
     def collection(self) -> Collection:
-        """The stored tokens as they were given, without a copy."""
+        """The stored tokens as they were given, without a copy.
+
+        Raises
+        ------
+        InvalidArgument
+            Their codes were stored alone.
+        """
+        if self.coding != EXACT:
+            raise InvalidArgument(
+                f"a packed file of precision {self.coding.precision!r} keeps no vectors; pass those that it was made of"
+            )
         return collection(self.originals, offsets=None if self.single else self.offsets)
 
 

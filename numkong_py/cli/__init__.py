@@ -1,4 +1,4 @@
-"""The command line: machine report, files, corpora, scoring, search and the demo."""
+"""The command line: machine report, files, corpora, scoring, search, what packings lose, and the demo."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from .files import (
     run_verify,
 )
 from .machine import print_demo, print_info, run_demo, run_info
+from .report import print_report, run_report
 from .scoring import print_score, print_search, run_score, run_search
 
 __all__ = ["main"]
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     def add_inputs(command: argparse.ArgumentParser, documents: str) -> None:
         command.add_argument("queries", type=Path, help=f".npy, .npz, .safetensors, packed, or {LINES} (- or .jsonl)")
         command.add_argument("documents", type=Path, help=documents)
+        add_scoring(command)
+
+    def add_scoring(command: argparse.ArgumentParser) -> None:
         add_dtype(command)
         command.add_argument("--metric", choices=list(METRICS), default="dot")
         command.add_argument("--reduction", choices=list(REDUCTIONS), default="sum")
@@ -138,6 +142,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--fields", action="store_true", help="show the metadata of every hit")
     command.add_argument("--alignment", action="store_true", help="say which document token each query token matched")
     command.add_argument("--lines", action="store_true", help="one JSON object a query, as they come in")
+
+    command = add("report", run_report, print_report, "what the scores of an approximate packing lose")
+    command.add_argument("packed", type=Path, help="made by `pack --precision`")
+    command.add_argument(
+        "documents", type=Path, help="the vectors that it was packed from, or an exact packing of them"
+    )
+    command.add_argument("queries", type=Path)
+    add_scoring(command)
+    command.add_argument("-k", type=_count, default=20)
+    command.add_argument("--relevance", type=Path, help=".npy, a gain for every query and document: adds nDCG")
+    command.add_argument("--plot", type=Path, help="draw scores and errors to this .png, .svg or .pdf")
 
     command = add("demo", run_demo, print_demo, "answer real questions from a small corpus of real text")
     command.add_argument("question", nargs="?", help="a question of your own (needs the demo extra)")
