@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracle import DTYPES, FINITE_KINDS, KINDS, METRICS, REDUCTIONS, assert_same_bits, assert_same_result, bits, tokens
+from test_coded import CODED, assert_within_bounds, limit_of, widened
 
 import numkong_py as nk
 from numkong_py import reference
@@ -48,6 +49,21 @@ def test_any_ragged_collection_scores_like_the_reference(row: str, data: st.Data
     assert_same_result(
         score(row, queries, documents, options), reference.maxsim(queries, documents, **options, **EVERYTHING)
     )
+
+
+@rows
+@pytest.mark.parametrize("precision", CODED)
+@EXAMPLES
+@given(data=st.data())
+def test_codes_of_anything_score_like_the_reference_and_within_bounds(
+    row: str, precision: str, data: st.DataObject
+) -> None:
+    queries, documents, options = data.draw(problems(row))
+    asked, coded = nk.pack(queries, backend=row), nk.pack(documents, precision=precision, backend=row)
+    actual = nk.maxsim_packed(asked, coded, **options, **EVERYTHING, return_bounds=True)
+    codes = {"precision": precision, "query_limit": limit_of(row)}
+    assert_same_result(actual, reference.maxsim(queries, documents, **codes, **options, **EVERYTHING))
+    assert_within_bounds(actual, reference.maxsim(widened(queries), widened(documents), **options))
 
 
 @rows
