@@ -33,6 +33,7 @@ from .threads import run_all, thread_count
 __all__ = [
     "CODED_DEPTH_MAX",
     "METRICS",
+    "PAST_THE_END",
     "PRECISIONS",
     "Capability",
     "CpuRow",
@@ -82,6 +83,7 @@ CODED_DEPTH_MAX = lib.nk_coded_depth_max_k
 
 GRADIENT_WORK = 8  # a multiply-add of a gradient, in those of a score: rows are gathered, sums are f64
 LONGEST_DOCUMENT = (1 << 31) - 1  # tokens: an argmax is int32
+PAST_THE_END = "argmax: names a token past the end of its document; pass what the same call of maxsim returned"
 CORPUS_JOB = ffi.typeof("nk_maxsim_corpus_t *")
 
 ERRORS: dict[int, type[NumKongError]] = {
@@ -372,6 +374,12 @@ class CpuRow:
         check(unpack(contents.pointer, begin, end, target, self._mask, ffi.NULL), "unpack")
         return tokens
 
+    def decode(self, contents: Contents, tokens: np.ndarray) -> np.ndarray:
+        """What chosen tokens of a coded packing, in ascending order, stand for: float32 [count, depth]."""
+        runs = np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1) if len(tokens) else []
+        decoded = [self.unpack(contents, int(run[0]), int(run[-1]) + 1) for run in runs]
+        return np.concatenate([np.zeros((0, contents.depth), np.float32), *decoded])
+
     def view(self, contents: Contents, begin: int, end: int) -> np.ndarray:
         """Tokens begin .. end as they are stored, [end - begin, depth]: a read-only view of the packed buffer."""
         start, dtype = read_header(contents.buffer).originals_at, NUMPY_DTYPES[contents.dtype]
@@ -571,9 +579,7 @@ class CpuRow:
         job.begin, job.end = piece
         status = lib.nk_maxsim_gradient(job, self._mask)
         if status == lib.nk_index_out_of_range_k:
-            raise IndexOutOfRange(
-                "argmax: names a token past the end of its document; pass what the same call of maxsim returned"
-            )
+            raise IndexOutOfRange(PAST_THE_END)
         check(status, "gradient")
 
     def nearest(self, points: Any, others: Any, threads: int | None = None) -> tuple[np.ndarray, np.ndarray]:

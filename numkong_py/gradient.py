@@ -33,10 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import read_indices, read_numbers
+from .arrays import collection, read_indices, read_numbers
 from .backends import select
-from .cpu import METRICS
-from .errors import InvalidArgument, ShapeMismatch
+from .cpu import METRICS, PAST_THE_END
+from .errors import IndexOutOfRange, InvalidArgument, ShapeMismatch
 from .ops import REDUCTIONS, pack_pair, read_pair
 from .packed import PackedTensor
 from .sides import Side, read_grad_dtype, read_need, read_upstream, shape_of, side_of
@@ -66,7 +66,8 @@ def maxsim_grad(
     Parameters
     ----------
     q, docs : array, list of arrays, Collection or PackedTensor
-        As for `maxsim`.
+        As for `maxsim`. Of documents packed with another precision than exact, the winners alone are decoded, and only
+        ``need="queries"`` can be had.
     upstream : array or number
         Derivative of the loss by the scores; any shape that broadcasts to theirs.
     argmax : int array, optional
@@ -165,15 +166,18 @@ def maxsim_candidates_grad(q: Any, docs: Any, candidates: Any, upstream: Any, **
 
 
 def _sides(q: Any, docs: Any) -> tuple[Side, Side]:
-    """Read both sides; packed ones must hold their tokens as they were given."""
+    """Read both sides."""
     queries, documents = read_pair(q, docs)
-    for name, side in (("q", queries), ("docs", documents)):
-        if isinstance(side, PackedTensor) and side.precision != "exact":
-            raise InvalidArgument(
-                f"{name}: packed with precision {side.precision!r}, which keeps no tokens to differentiate by; "
-                f'pass the arrays, or pack them with precision="exact"'
-            )
+    if _is_coded(queries):
+        raise InvalidArgument(
+            f"q: packed with precision {queries.precision!r}, and codes have no gradient; pass the arrays, or pack "
+            'them with precision="exact"'
+        )
     return side_of(queries), side_of(documents)
+
+
+def _is_coded(source: Any) -> bool:
+    return isinstance(source, PackedTensor) and source.precision != "exact"
 
 
 def _gradients(
@@ -202,7 +206,13 @@ def _gradients(
             f"argmax: shape {shape_of(argmax)}, wanted {wanted}; pass what the same call of maxsim returned"
         )
     options = {"metric": metric, "reduction": reduction, "need": read_need(need, ("queries", "documents"))}
-    options["dtype"] = read_grad_dtype(grad_dtype, documents.dtype)
+    coded = _is_coded(documents.source)
+    if coded and options["need"][1]:
+        raise InvalidArgument(
+            f"docs: packed with precision {documents.source.precision!r}, and codes have no gradient; pass "
+            'need="queries", or the arrays as docs'
+        )
+    options["dtype"] = read_grad_dtype(grad_dtype, "f32" if coded else documents.dtype)
     if documents.device != "cpu":
         device = import_module(".cuda.gradient", __package__)
         return device.maxsim_grad(
@@ -235,6 +245,9 @@ def _on_host(
     if argmax is None:
         queries, documents, argmax = _forward(queries, documents, **options)
     argmax = _read_argmax(argmax).reshape(len(queries), slots, queries.longest)
+    if _is_coded(documents.source):
+        documents, argmax = _decode_winners(queries, documents, argmax, candidates)
+        queries = replace(queries, widened=True)
     options |= {"mean": REDUCTIONS[reduction], "dtype": dtype}
     gradients = [
         row.gradient(queries, documents, upstream, argmax, of_documents=of_documents, **options) if wanted else None
@@ -252,6 +265,27 @@ def _forward(
         candidates = packed[1].row.read_candidates(candidates, len(queries), packed[1])
     result = packed[1].row.score(*packed, candidates=candidates, metric=metric, threads=threads, return_argmax=True)
     return replace(queries, source=packed[0]), replace(documents, source=packed[1]), result.argmax
+
+
+def _decode_winners(
+    queries: Side, documents: Side, argmax: np.ndarray, candidates: np.ndarray | None
+) -> tuple[Side, np.ndarray]:
+    """Coded documents of which only the winners are left, decoded; and the argmax within them."""
+    columns = np.arange(len(documents))[None, :] if candidates is None else candidates
+    number = np.broadcast_to(columns[:, :, None], argmax.shape)
+    within = np.arange(queries.longest) < np.diff(queries.offsets)[:, None, None]
+    won = (argmax >= 0) & (number >= 0) & within
+    number, winner = number[won], argmax[won].astype(np.int64)
+    if (winner >= np.diff(documents.offsets)[number]).any():
+        raise IndexOutOfRange(PAST_THE_END)
+    tokens, places = np.unique(documents.offsets[number] + winner, return_inverse=True)
+    offsets = np.searchsorted(tokens, documents.offsets)
+    among = np.full(argmax.shape, -1, np.int32)
+    among[won] = places - offsets[number]
+    packed = documents.source
+    first = packed.contents.offsets[packed.begin]
+    decoded = collection(packed.row.decode(packed.contents, first + tokens), offsets=offsets)
+    return side_of(decoded), among
 
 
 def _read_argmax(argmax: Any) -> np.ndarray:

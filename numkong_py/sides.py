@@ -30,12 +30,15 @@ class Side:
     places : array or None
         int64 ``[tokens]`` in host memory: the row, of the gradient's ``prod(shape[:-1])`` rows, of every valid token;
         None where the rows are the valid tokens, in order. All other rows are +0.
+    widened : bool
+        Its tokens are taken in float32, as decoded ones of the other side are.
     """
 
     source: Any
     offsets: np.ndarray
     shape: tuple[int, ...]
     places: np.ndarray | None
+    widened: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -43,7 +46,7 @@ class Side:
     @property
     def dtype(self) -> str:
         """Short name of the element type."""
-        return self.source.dtype
+        return "f32" if self.widened else self.source.dtype
 
     @property
     def depth(self) -> int:
@@ -78,12 +81,16 @@ class Side:
     @cached_property
     def tokens(self) -> np.ndarray:
         """Valid tokens in host memory, contiguous ``[tokens, depth]``: a view where they lie so, else a copy."""
+        return self._tokens().astype(NUMPY_DTYPES[self.dtype], copy=False)
+
+    def _tokens(self) -> np.ndarray:
         if self.packed:
             contents, begin, end = self.source.contents, self.source.begin, self.source.end
             return self.source.row.view(contents, int(contents.offsets[begin]), int(contents.offsets[end]))
-        arrays = [array.view(NUMPY_DTYPES[self.dtype]) for array in self.source.owners]
+        dtype = NUMPY_DTYPES[self.source.dtype]
+        arrays = [array.view(dtype) for array in self.source.owners]
         if isinstance(self.source.source, (list, tuple)):
-            whole = np.concatenate(arrays) if arrays else np.zeros((0, self.depth), NUMPY_DTYPES[self.dtype])
+            whole = np.concatenate(arrays) if arrays else np.zeros((0, self.depth), dtype)
         else:
             whole = arrays[0].reshape(-1, self.depth)
         return np.ascontiguousarray(whole if self.places is None else whole[self.places])

@@ -10,6 +10,7 @@ from oracle import DTYPES, FINITE_KINDS, METRICS, REDUCTIONS, Layout, assert_sam
 
 import numkong_py as nk
 from numkong_py import reference
+from numkong_py.packed import PRECISIONS
 
 ROWS = [row for row in nk.backends() if row.device == "cpu" and row.available]
 GRADIENTS = {
@@ -324,3 +325,51 @@ def test_errors_name_the_argument_and_the_fix() -> None:
         nk.maxsim_pairs_grad(query, documents, 1.0)
     with pytest.raises(nk.UnsupportedDtype, match="q: f32, and docs: f16"):
         nk.maxsim_grad(query, [np.ones((3, 4), np.float16)], 1.0)
+
+
+# ------------------------------------------------------------------------------------------------ coded documents
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.parametrize("scores", GRADIENTS)
+@pytest.mark.parametrize("queries", QUERY_LAYOUTS)
+def test_gradient_of_queries_by_what_codes_stand_for(queries: str, scores: str, precision: str) -> None:
+    """The documents are of a range, with a NaN in the last one."""
+    forward, backward = GRADIENTS[scores]
+    for dtype in DTYPES:
+        q, d, extra, upstream, options = case(queries, "list", scores, dtype)
+        d.x[-1][-1, 2] = np.nan
+        coded = nk.pack([d.x[-1], *d.x], precision=precision)[1:]
+        x = collection(q)
+        for metric in METRICS:
+            winners = forward(x, coded, *extra, return_argmax=True, metric=metric).argmax
+            common = {"metric": metric, "reduction": REDUCTIONS[len(metric) % 2]}
+            with np.errstate(all="ignore"):
+                expected, _ = reference.maxsim_grad(
+                    read(q), coded.unpack(), upstream, argmax=winners, **options, **common
+                )
+            found, nothing = backward(x, coded, *extra, upstream, argmax=winners, need="queries", **common)
+            assert nothing is None and found.shape == expected.shape and found.dtype == np.float32
+            again, _ = backward(x, coded, *extra, upstream, need="queries", threads=2, **common)
+            assert_same_bits(again, found, "gradient without an argmax")
+            if metric == "dot":
+                assert_same_bits(found, rounded(expected, np.float32), "gradient")
+            finite = np.isfinite(expected)
+            assert np.array_equal(np.isfinite(found), finite)
+            assert relative_error(np.where(finite, found, 0), np.where(finite, expected, 0)) < 1e-5
+
+
+def test_codes_have_no_gradient() -> None:
+    x = tokens("random", "bf16", 5, 8, 1)
+    coded = nk.pack([x, x], precision="int8")
+    for need in ("documents", ("queries", "documents")):
+        with pytest.raises(nk.InvalidArgument, match=r'docs: packed with precision \'int8\', .*pass need="queries"'):
+            nk.maxsim_grad(x, coded, 1, need=need)
+    with pytest.raises(nk.InvalidArgument, match="q: packed with precision 'int8', and codes have no gradient"):
+        nk.maxsim_grad(coded, coded, 1, need="queries")
+    with pytest.raises(nk.UnsupportedDtype, match="grad_dtype: bf16, wanted f32"):
+        nk.maxsim_grad(x, coded, 1, need="queries", grad_dtype="bf16")
+    with pytest.raises(nk.IndexOutOfRange, match="argmax: names a token past the end"):
+        nk.maxsim_grad(x, coded, 1, need="queries", argmax=np.full((2, 5), 5, np.int32))
+    none = nk.maxsim_grad(x, coded[:0], np.zeros(0), need="queries")[0]
+    assert_same_bits(none, np.zeros((5, 8), np.float32), "gradient")
