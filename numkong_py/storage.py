@@ -36,6 +36,7 @@ __all__ = [
     "is_part",
     "originals_of",
     "read",
+    "read_ahead",
     "read_extra",
     "read_head",
     "sync_folder",
@@ -527,6 +528,31 @@ def _check_offsets(offsets: np.ndarray, tokens: int) -> None:
 
 def _map(file: BinaryIO, start: int) -> np.ndarray:
     return np.frombuffer(memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_READ), np.uint8, offset=start)
+
+
+def read_ahead(contents: Contents, sets: np.ndarray) -> None:
+    """Have the system read the codes and vectors of chosen sets of a mapped packing, all at once: only a hint.
+
+    Without it, every page that scoring touches waits for the disk by itself: the best 100 of 10,000 documents took five
+    times as long from a cold file (Zen 3, virtual disk).
+    """
+    mapped: Any = contents.buffer
+    while isinstance(mapped, np.ndarray):
+        mapped = mapped.base
+    mapped = getattr(mapped, "obj", mapped)
+    if not isinstance(mapped, memory_map.mmap) or not hasattr(mapped, "madvise"):
+        return
+    header, offsets = read_header(contents.buffer), contents.offsets
+    sets = sets[offsets[sets] < offsets[sets + 1]]
+    start = contents.buffer.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    for begin, end in ((header.screen_at, header.originals_at), (header.originals_at, header.total_bytes)):
+        per_token = (end - begin) / max(1, header.tokens)
+        first = (
+            (start + begin + per_token * offsets[sets]).astype(np.int64) // memory_map.PAGESIZE * memory_map.PAGESIZE
+        )
+        last = (start + begin + per_token * offsets[sets + 1]).astype(np.int64)
+        for at, count in zip(first.tolist(), (last - first).tolist()):
+            mapped.madvise(memory_map.MADV_WILLNEED, at, count)
 
 
 def _load(file: BinaryIO, start: int, count: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from .cpu import score_dtype
 from .errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnsupportedDtype
 from .ops import both_packed, fill_up, keep_best, score_packed, topk
 from .packed import PackedTensor
+from .storage import read_ahead
 
 __all__ = ["CERTIFYING", "TwoStageResult", "topk_two_stage"]
 
@@ -169,6 +170,7 @@ def _exact_scores(
 ) -> np.ndarray:
     """Scores [1, count] of chosen documents; those that certainly stay below the floor may have the worst."""
     candidates = query.row.read_candidates(indices[None, :], 1, exact)
+    read_ahead(exact.contents, candidates[0])
     floors = np.array([_sign(options) * floor])
     return score_packed(query, exact, candidates, None, **options, floors=floors)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import mmap
 import os
 import pickle
 import signal
@@ -26,7 +27,8 @@ from oracle import DTYPES, ROOT, assert_same_bits, assert_same_result
 import numkong_py as nk
 from numkong_py import storage
 from numkong_py.backends import BACKENDS
-from numkong_py.layout import HEADER, Contents
+from numkong_py.cpu import open_packed
+from numkong_py.layout import HEADER, Contents, read_header
 from numkong_py.packed import PRECISIONS
 
 RANDOM = np.random.default_rng(8)
@@ -157,6 +159,35 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- failing to write
+
+
+class Advised(mmap.mmap):
+    """A mapping that remembers what it was told."""
+
+    def madvise(self, option: int, start: int, length: int) -> None:
+        assert option == mmap.MADV_WILLNEED and start % mmap.PAGESIZE == 0
+        super().madvise(option, start, length)
+        self.__dict__.setdefault("ranges", []).append((start, start + length))
+
+
+@pytest.mark.skipif(not hasattr(mmap.mmap, "madvise"), reason="this system has no madvise")
+def test_reading_ahead_covers_chosen_documents_and_few_others(tmp_path: Path) -> None:
+    lengths = np.array([700, 0, 900, 1, 800, 0])
+    packed = nk.pack(np.ones((lengths.sum(), 64), np.float32), offsets=np.concatenate([[0], np.cumsum(lengths)]))
+    (tmp_path / "bytes").write_bytes(packed.buffer.tobytes())
+    with open(tmp_path / "bytes", "rb") as file:
+        mapped = Advised(file.fileno(), 0, access=mmap.ACCESS_READ)
+    contents = open_packed(np.frombuffer(mapped, np.uint8))
+    storage.read_ahead(contents, np.array([1, 2, 5]))
+    header = read_header(contents.buffer)
+    assert len(mapped.ranges) == 2, "the codes and the vectors of the one document that has any"
+    for (start, stop), (begin, end) in zip(
+        mapped.ranges, ((header.screen_at, header.originals_at), (header.originals_at, header.total_bytes))
+    ):
+        wanted = [begin + (end - begin) * token // packed.tokens for token in (700, 1600)]
+        assert wanted[0] - mmap.PAGESIZE < start <= wanted[0] and stop == wanted[1]
+    storage.read_ahead(packed.contents, np.array([0]))  # in memory: nothing to do
+    storage.read_ahead(nk.pack([], dtype="f32", depth=4).contents, np.zeros(0, np.int64))
 
 
 def failing(saved: Path, error: type[Exception], save: Callable[[], Any]) -> str:
