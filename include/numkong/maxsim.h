@@ -39,7 +39,7 @@ typedef struct nk_maxsim_pack_t {
  *
  * With floors, one per query set, a document whose score certainly stays below the floor (above it, for angular) may be
  * left out: it scores -infinity (+infinity), its argmax is -1. So top-k spares what cannot reach it. Query sets of more
- * than nk_floor_tokens_k tokens make no use of theirs. */
+ * than nk_floor_tokens_k tokens make no use of theirs, nor do coded documents. */
 enum { nk_floor_tokens_k = 32 };
 typedef struct nk_maxsim_corpus_t {
     void const *queries;
@@ -53,7 +53,7 @@ typedef struct nk_maxsim_corpus_t {
     nk_u32_t empty_given;                   /* 1: empty documents score empty_value */
     nk_u32_t reserved;
     nk_f64_t empty_value;
-    void *scores;           /* output dtype; rows of score_stride elements, one per query set */
+    void *scores;           /* output dtype, f32 of coded documents; rows of score_stride elements, one per query set */
     nk_f64_t *bounds;       /* optional, same shape and stride: |score - exact| is at most this */
     nk_i32_t *argmax;       /* optional; element [s][c][i] at (s * score_stride + c) * token_stride + i */
     void *token_scores;     /* optional, output dtype, same shape as argmax */
