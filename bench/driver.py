@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
@@ -22,13 +24,15 @@ from measure import QUICK, Effort, extra_peak_bytes, interleave
 from stamp import stamp
 from tqdm import tqdm
 from training import CLOUDS, STEPS, chamfer_record, step_record
-from workloads import WORKLOADS, Inputs, Workload, make
+from workloads import STAGED, WORKLOADS, Inputs, Workload, make
 
 import numkong_py as nk
-from numkong_py import cpu
+from numkong_py import cpu, demo
 from numkong_py.packed import PRECISIONS
 
 QUICK_FACTOR = 10
+COLD_ROUNDS = 5
+STAGED_NAMES = [workload.name for workload in STAGED]
 Record = dict[str, Any]
 
 
@@ -163,6 +167,76 @@ def top_record(
 def _full(row: str, inputs: Inputs, threads: int) -> Callable[[], Any]:
     queries, documents = pack_ours(row, inputs)
     return partial(nk.maxsim_packed, queries, documents, threads=threads)
+
+
+def staged_record(
+    workload: Workload, dtype: str, options: argparse.Namespace, ceilings: Ceilings, effort: Effort
+) -> Record:
+    """Two stages (int8 in memory, exact in a mapped file) against the exact scan of that file: warm, and cold."""
+    row = chosen_rows(options, workload, dtype)[0]
+    inputs = _made(workload).astype(dtype)
+    coarse = nk.pack(inputs.tokens, offsets=inputs.offsets, precision="int8", backend=row)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "exact.safetensors"
+        queries, exact = pack_ours(row, inputs)
+        exact.save(path)
+        exact = nk.open(path)
+        call = partial(nk.topk_two_stage, queries, coarse, k=workload.k, threads=options.threads)
+        scan = partial(nk.topk, queries, k=workload.k, threads=options.threads)
+        found, expected = call(exact=exact), scan(docs=exact)
+        if not all(map(np.array_equal, found, expected)):
+            sys.exit(f"{row} on {workload.name}, {dtype}: two stages are not the top-{workload.k}; not timed")
+        calls = {
+            f"{OURS}:{row} top-{workload.k}": (partial(scan, docs=exact), None),
+            f"{OURS}:{row} two stages": (partial(call, exact=exact), None),
+            f"{OURS}:{row} coarse scores": (
+                partial(nk.maxsim_packed, queries, coarse, threads=options.threads, return_bounds=True),
+                None,
+            ),
+        }
+        seconds, rates = interleave(calls, ceilings, effort)
+        rounds = 1 if options.quick else COLD_ROUNDS
+        cold = [
+            [_cold(path, lambda docs: scan(docs=docs)), _cold(path, lambda docs: call(exact=docs))]
+            for _ in range(rounds)
+        ]
+    names = list(calls)
+    return {
+        "kind": "two-stage",
+        **_described(workload, inputs, dtype, options.threads),
+        "k": workload.k,
+        "refined": found.refined.tolist(),
+        "ceilings": {name: _rounded(values) for name, values in rates.items()},
+        "contenders": {name: {"seconds": _rounded(values)} for name, values in seconds.items()},
+        "cold": {name: _rounded(values) for name, values in zip(names, zip(*cold))},
+    }
+
+
+def _cold(path: Path, search: Callable[[nk.PackedTensor], Any]) -> float:
+    """Seconds, by the wall, of a search of a file of which nothing is in memory."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    exact = nk.open(path)
+    begin = time.perf_counter()
+    search(exact)
+    return time.perf_counter() - begin
+
+
+def loss_record() -> Record:
+    """What every precision of the best row loses on the shipped corpus, whose relevant passages are known."""
+    corpus = demo.load()
+    relevance = np.array([[name in answers for name in corpus.ids] for answers in corpus.answers], float)
+    row = our_rows("f32")[0]
+    reports = [
+        nk.error_report(
+            nk.pack(corpus.vectors, precision=precision, backend=row),
+            corpus.vectors,
+            corpus.question_vectors,
+            relevance=relevance,
+        )
+        for precision in PRECISIONS
+    ]
+    return {"kind": "loss", "row": row, "reports": [report.as_dict() for report in reports]}
 
 
 def precision_record(
@@ -320,6 +394,7 @@ def jobs(options: argparse.Namespace, ceilings: Ceilings, effort: Effort) -> Ite
     workloads = chosen_workloads(options)
     for workload in workloads:
         part, measure = ("topk", top_record) if workload.k else ("scores", score_record)
+        measure = staged_record if workload.name in STAGED_NAMES else measure
         for dtype in options.dtype or workload.dtypes:
             if part in options.part and chosen_rows(options, workload, dtype):
                 yield f"{workload.name}, {dtype}", partial(measure, workload, dtype, options, ceilings, effort)
@@ -328,6 +403,8 @@ def jobs(options: argparse.Namespace, ceilings: Ceilings, effort: Effort) -> Ite
             for dtype in options.dtype or ("f32",):
                 label = f"precisions, {workload.name}, {dtype}"
                 yield label, partial(precision_record, workload, dtype, options, ceilings, effort)
+    if "precision" in options.part:
+        yield "loss", loss_record
     if "kernels" in options.part and not ceilings.reason:
         for row in our_rows("bf16"):
             if row != "serial" and (not options.row or {row, "all"} & set(options.row)):

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 GPU_DOCUMENT = "performance-gpu.md"  # beside it
+NUMERICS, LOSS_MARKS = "numerics.md", ("<!-- bench/report.py: loss -->", "<!-- end -->")
 PACKAGE = "numkong_py"
 OURS = f"{PACKAGE}:"  # and a row
 RIGHT = ("exact", "float32", "16-bit")
@@ -269,6 +270,59 @@ def precision_table(machine: Machine) -> str:
             )
     headers = ["workload, row", "type", "shape", "threads", "precision", "ms", "to exact", "to the int8 kernel alone"]
     return table([*headers, "bytes a token", "error over the norms", "best ten kept"], rows) if rows else ""
+
+
+def staged_table(machine: Machine) -> str:
+    rows = []
+    for record in machine.of("two-stage"):
+        scan, staged, coarse = record["contenders"]
+        cold = [np.median(record["cold"][name]) for name in (scan, staged)]
+        rows.append(
+            [
+                record["workload"],
+                record["dtype"],
+                shape(record),
+                str(record["threads"]),
+                str(record["k"]),
+                f"{np.mean(record['refined']):.0f}",
+                number(median_ms(record, scan)),
+                number(ratio(record, coarse, scan)),
+                number(ratio(record, staged, scan)),
+                number(1e3 * cold[0]),
+                number(float(np.median(np.divide(*(record["cold"][name] for name in (staged, scan)))))),
+            ]
+        )
+    headers = ["workload", "type", "shape", "threads", "k", "documents refined", "ms of the exact scan, warm"]
+    headers += ["coarse scores alone over it", "two stages over it", "ms of the exact scan, from the disk"]
+    return table([*headers, "two stages over it, from the disk"], rows) if rows else ""
+
+
+def loss_table(machines: Iterable[Machine]) -> str:
+    """What precisions lose on the shipped corpus, for docs/numerics.md; rows of equal results stand together."""
+    rows = {}
+    for machine in machines:
+        for record in machine.of("loss"):
+            for facts in record["reports"]:
+                cells = [facts["precision"], f"{facts['bytes_per_token']:.0f}"]
+                cells += [
+                    number(facts[name]) for name in ("max_error", "mean_error", "max_bound", "max_error_of_bound")
+                ]
+                cells += [f"{facts[name]:.2%}" for name in ("argmax_agreement", "topk_overlap")]
+                cells += [f"{facts['spearman']:.6f}", f"{facts['ndcg']:.4f}"]
+                rows.setdefault(tuple(cells), []).append(record["row"])
+    headers = ["precision", "row", "bytes a token", "largest error", "mean error", "largest bound", "error over bound"]
+    headers += ["same best token", "top-20 overlap", "Spearman", "nDCG@20"]
+    cells = [[first, ", ".join(dict.fromkeys(names)), *others] for (first, *others), names in rows.items()]
+    return table(headers, cells) if cells else ""
+
+
+def put_loss(machines: Iterable[Machine], path: Path) -> None:
+    """Replace the table between the marks of docs/numerics.md."""
+    text, found = path.read_text(), loss_table(machines)
+    before, mark, rest = text.partition(LOSS_MARKS[0])
+    _, end, after = rest.partition(LOSS_MARKS[1])
+    if found and mark and end:
+        path.write_text(f"{before}{mark}\n{found}\n{end}{after}")
 
 
 def peers_table(machine: Machine) -> str:
@@ -698,6 +752,7 @@ def section(machine: Machine, folder: Path, plots: bool) -> str:
         ("### Rows", rows_table(machine)),
         ("### Inner kernels alone", kernels_table(machine)),
         ("### Top-k", topk_table(machine)),
+        ("### Two-stage top-k", staged_table(machine)),
         ("### Threads", threads_table(machine)),
         ("### Training steps", training_table(machine)),
         ("### Chamfer distance", chamfer_table(machine)),
@@ -858,6 +913,8 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if machines:
         options.out.write_text(document(machines, options.out.parent, not options.no_plots))
+        if (options.out.parent / NUMERICS).exists():
+            put_loss(machines, options.out.parent / NUMERICS)
     if gpus:
         (options.out.parent / GPU_DOCUMENT).write_text(gpu_document(gpus))
 

@@ -231,4 +231,8 @@ TOP = (
     Workload("top-10: related", k=10, data="related 0.5"),
     replace(REAL, name="top-10: real", k=10),
 )
-WORKLOADS = {workload.name: workload for workload in (*SHAPES, *KINDS, REAL, *TOP)}
+STAGED = tuple(
+    Workload(f"two-stage: {name}", documents=10_000, lengths=(120, 120), data=data, k=100)
+    for name, data in (("random", "random"), ("related", "related 0.5"), ("clustered", "clustered 0.5"))
+)
+WORKLOADS = {workload.name: workload for workload in (*SHAPES, *KINDS, REAL, *TOP, *STAGED)}

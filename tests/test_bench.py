@@ -108,11 +108,25 @@ def test_precisions_become_a_table(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     command = [sys.executable, str(BENCH / "run.py"), "--quick", "--out", str(out), "--workload", "rerank"]
     subprocess.run([*command, "--part", "precision"], check=True, capture_output=True, timeout=300)
-    _, record = map(json.loads, out.read_text().splitlines())
+    _, record, loss = map(json.loads, out.read_text().splitlines())
     found = record["contenders"]
     assert found["exact"]["error"] <= found["int8"]["error"] < 0.01 and found["int8"]["bytes_per_token"] < 140
     text = report.precision_table(report.read([out], quick=True)[0])
     assert f"| rerank, {record['row']} | f32 | 1 x 100, 32 x 300, d = 128 | 1 | int8 |" in text
+    (tmp_path / "numerics.md").write_text("before\n<!-- bench/report.py: loss -->\nold\n<!-- end -->\nafter\n")
+    report.put_loss(report.read([out], quick=True), tmp_path / "numerics.md")
+    text = (tmp_path / "numerics.md").read_text()
+    assert f"| exact | {loss['row']} |" in text and "old" not in text and text.endswith("<!-- end -->\nafter\n")
+
+
+def test_two_stages_become_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    command = [sys.executable, str(BENCH / "run.py"), "--quick", "--out", str(out), "--workload", "two-stage: related"]
+    subprocess.run([*command, "--part", "topk"], check=True, capture_output=True, timeout=300)
+    _, record = map(json.loads, out.read_text().splitlines())
+    assert [len(record["cold"][name]) for name in list(record["contenders"])[:2]] == [1, 1]
+    text = report.staged_table(report.read([out], quick=True)[0])
+    assert "| two-stage: related | f32 | 1 x 1000, 32 x 120, d = 128 | 1 | 100 |" in text
 
 
 def test_an_unknown_workload_is_refused(tmp_path: Path) -> None:
