@@ -170,13 +170,24 @@ def test_empty_corpora_and_no_queries() -> None:
     assert nk.topk_two_stage([], coarse, exact, 3).scores.shape == (0, 3)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scores_past_float32_tie_at_infinity(monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
+def test_infinities_that_coarse_scores_do_not_see_tie_with_those_that_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """172/256 is coded as 64/127 of 170/128, which is less: a score of 2^128 has a finite coarse score."""
     monkeypatch.setattr(two_stage, "MOST_REFINED", 2.0)
-    scales = np.float64([1.01, 0.99, 1.03, 1.0, 1.02, 0.98, 1.05])[:, None, None] * 3.4e38 / 2**64
-    documents = (scales * np.ones((7, 1, 4)) / 4).astype(DTYPES["bf16"])
-    query = np.full((1, 4), sign * 2.0**64, DTYPES["bf16"])
-    exact, coarse = nk.pack(documents), nk.pack(documents, precision="fp8")
-    assert 0 < np.isinf(nk.maxsim(query, exact)).sum() < 7
-    for k in range(1, 8):
-        assert_same_as_topk(nk.topk_two_stage(query, coarse, exact, k), query, exact, k)
+    documents = [(2.0**63 * np.array([token])).astype(DTYPES["bf16"]) for token in ([170 / 128, 172 / 256], [1.5, 1.5])]
+    query = np.full((1, 2), 2.0**64, DTYPES["bf16"])
+    exact, coarse = nk.pack(documents), nk.pack(documents, precision="int8")
+    assert np.isinf(nk.maxsim(query, exact)).tolist() == [True, True]
+    assert np.isinf(nk.maxsim(query, coarse)).tolist() == [False, True]
+    assert_same_as_topk(nk.topk_two_stage(query, coarse, exact, 1), query, exact, 1)
+
+
+def test_an_empty_value_is_not_rounded_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_stage, "MOST_REFINED", 2.0)
+    documents, query = [np.float32([[0.5, 0.2]]), np.zeros((0, 2), np.float32)], np.ones((1, 2), np.float32)
+    exact, coarse = nk.pack(documents), nk.pack(documents, precision="int8")
+    score = float(nk.maxsim(query, exact)[0])
+    empty = score + 1e-9
+    assert float(np.float32(empty)) < score < empty
+    found = nk.topk_two_stage(query, coarse, exact, 1, empty=empty)
+    assert found.indices.tolist() == [1]
+    assert_same_as_topk(found, query, exact, 1, empty=empty)
