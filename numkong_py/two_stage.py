@@ -118,8 +118,8 @@ def topk_two_stage(
 def _check_counts(k: Any, oversample: Any) -> None:
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
         raise InvalidArgument(f"k: {k!r}, wanted an integer of at least 1")
-    if oversample is not None and not (isinstance(oversample, (int, float, np.number)) and oversample >= 1):
-        raise InvalidArgument(f"oversample: {oversample!r}, wanted a number of at least 1")
+    if oversample is not None and not (isinstance(oversample, (int, float, np.number)) and 1 <= oversample < math.inf):
+        raise InvalidArgument(f"oversample: {oversample!r}, wanted a finite number of at least 1")
 
 
 def _check_stages(coarse: Any, exact: Any) -> None:
@@ -288,7 +288,7 @@ def _uncertified(
 ) -> TwoStageResult:
     """The best k of the best `count` coarse scores."""
     result = _unfilled(queries, exact, k, certified=False)
-    _, candidates = topk(queries, coarse, count, block=_block(queries), **options)
+    _, candidates = topk(queries, coarse, min(count, max(1, len(coarse))), block=_block(queries), **options)
     for query, chosen in enumerate(candidates):
         indices = np.sort(chosen[chosen >= 0])
         scores = _exact_scores(queries[query], exact, indices, options)
