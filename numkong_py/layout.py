@@ -102,14 +102,14 @@ def read_header(buffer: np.ndarray) -> Header:
     return Header(*buffer[: HEADER.itemsize].view(HEADER)[0].item())
 
 
-def aligned_bytes(count: int) -> np.ndarray:
-    """Allocate `count` uint8 elements that start on a multiple of 64 bytes.
+def aligned_bytes(count: int, alignment: int = ALIGNMENT) -> np.ndarray:
+    """Allocate `count` uint8 elements that start on a multiple of 64 bytes, or of another power of two.
 
     Examples
     --------
     >>> aligned_bytes(100).ctypes.data % 64
     0
     """
-    spare = np.empty(count + ALIGNMENT - 1, np.uint8)
-    start = -spare.ctypes.data % ALIGNMENT
+    spare = np.empty(count + alignment - 1, np.uint8)
+    start = -spare.ctypes.data % alignment
     return spare[start : start + count]

@@ -682,9 +682,11 @@ def test_a_corpus_of_a_row_that_is_gone(filled: tuple[nk.Corpus, list[Any]], mon
 def read_everything(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Take every shard for one that has to come from the disk; the list tells which ones were read."""
     seen: list[Path] = []
-    read_into = ShardFile.read_into
+    start_reading = ShardFile.start_reading
     monkeypatch.setattr(ShardFile, "is_cold", lambda file: True)
-    monkeypatch.setattr(ShardFile, "read_into", lambda file, room: seen.append(file.path) or read_into(file, room))
+    monkeypatch.setattr(
+        ShardFile, "start_reading", lambda file, *a, **k: seen.append(file.path) or start_reading(file, *a, **k)
+    )
     return seen
 
 

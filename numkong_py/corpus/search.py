@@ -19,6 +19,7 @@ from ..cpu import METRICS, output_dtype
 from ..errors import InvalidArgument, ShapeMismatch, UnsupportedDtype
 from ..ops import REDUCTIONS, topk
 from ..packed import PackedTensor, pack_collection
+from .reading import cache_limit
 from .shards import Shard, read_ahead
 
 __all__ = ["Hits", "Queries", "Selection", "empty_hits", "merge", "shard_topk", "shards_topk", "threshold"]
@@ -191,9 +192,22 @@ def shard_topk(
 
 
 def shards_topk(
-    shards: Iterable[Shard], queries: Queries, k: int, selection: Selection | None = None, **options: Any
+    shards: Iterable[Shard],
+    queries: Queries,
+    k: int,
+    selection: Selection | None = None,
+    *,
+    cached: int | None = None,
+    **options: Any,
 ) -> Hits:
-    """The best k documents of several shards, looked at one after another; all else as for `shard_topk`."""
+    """The best k documents of several shards, looked at one after another; all else as for `shard_topk`.
+
+    `cached` is the number of bytes that the page cache would have to keep for the next question to find these shards
+    there; default all of them. Where that is more than it can, shards are read past it.
+    """
+    if cached is None:
+        shards = list(shards)
+        cached = sum(shard.file.entry.bytes for shard in shards)
     plans: deque[_Plan] = deque()  # of shards that were asked for and not handed out yet
 
     def is_whole(shard: Shard) -> bool:
@@ -201,7 +215,7 @@ def shards_topk(
         return plans[-1].whole
 
     best = empty_hits(len(queries), queries.given.dtype)
-    for shard, documents in read_ahead(shards, is_whole):
+    for shard, documents in read_ahead(shards, is_whole, direct=cached > cache_limit()):
         part = _shard_topk(shard, plans.popleft(), queries, k, documents=documents, **options)
         best = merge([best, part], k, descending=options.get("metric") != "angular")
     return best

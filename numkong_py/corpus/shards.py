@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,15 @@ import numpy as np
 
 from ..cpu import open_packed
 from ..errors import CorruptFile, LayoutMismatch
-from ..layout import aligned_bytes
 from ..packed import PackedTensor, from_stored
 from ..storage import Stored, digest, read
 from .columns import Ids, empty_ids, hashes_of, read_column
 from .manifest import Manifest, ShardEntry, TombstonesEntry
+from .reading import READERS, Room, start_reading
 
 __all__ = ["Shard", "ShardFile", "Snapshot", "open_snapshot", "read_ahead", "read_tombstones"]
 
 PIN = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-PIECE = 1 << 22  # bytes read at a time
 READ_LIMIT = 1 << 29  # bytes of a shard that may be read into memory; larger ones are mapped, whatever that costs
 SAMPLE = 32  # places of a file that are asked for, to see whether it is in memory
 REPACKED_LIMIT = 1 << 30  # bytes of shards packed again in memory (their row cannot run here) that are kept
@@ -55,7 +55,16 @@ class ShardFile:
             It has another size than the manifest says.
         OSError
         """
-        handle = os.open(self.path, PIN)
+        try:
+            handle = os.open(self.path, PIN)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            reason = (
+                f"{error.strerror}: a corpus holds one file for each shard; raise the limit (`ulimit -n`), or make it "
+                "with fewer shards (shard_bytes= of nk.Corpus.create)"
+            )
+            raise OSError(error.errno, reason, str(self.path)) from error
         size = os.fstat(handle).st_size
         if size != self.entry.bytes:
             os.close(handle)
@@ -119,58 +128,48 @@ class ShardFile:
                     absent += 1
         return 2 * absent > SAMPLE
 
-    def read_into(self, room: Room) -> PackedTensor | None:
-        """The documents, read from the disk in one go instead of mapped; None if the file has lost its name."""
+    def start_reading(self, readers: Executor, room: Room, *, direct: bool) -> Callable[[], PackedTensor | None]:
+        """Start to read the documents from the disk instead of mapping them; what is returned waits for them.
+
+        It gives None if the file has lost its name. `direct`: see `reading.start_reading`.
+        """
         stored = self.stored()
-        buffer = room.take(stored.buffer.nbytes)
-        target, done = memoryview(buffer), 0
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(stored.start)
-                while done < len(target):
-                    got = file.readinto(target[done : done + PIECE])
-                    if not got:
-                        raise CorruptFile(f"{self.path}: became shorter while it was read")
-                    done += got
-        except FileNotFoundError:
-            return None
-        try:
-            return PackedTensor(open_packed(buffer))
-        except LayoutMismatch as error:
-            raise CorruptFile(f"{self.path}: {error}") from error
+        finish = start_reading(readers, self.path, stored.start, stored.buffer.nbytes, room, direct=direct)
+
+        def documents() -> PackedTensor | None:
+            try:
+                return PackedTensor(open_packed(finish()))
+            except FileNotFoundError:
+                return None
+            except LayoutMismatch as error:
+                raise CorruptFile(f"{self.path}: {error}") from error
+
+        return documents
 
 
-class Room:
-    """Memory that shards are read into, one after another."""
-
-    def __init__(self) -> None:
-        self._bytes = aligned_bytes(0)
-
-    def take(self, count: int) -> np.ndarray:
-        """So many bytes; what was taken before is overwritten."""
-        if len(self._bytes) < count:
-            self._bytes = aligned_bytes(count)
-        return self._bytes[:count]
-
-
-def read_ahead(shards: Iterable[Shard], whole: Callable[[Shard], bool]) -> Iterator[tuple[Shard, PackedTensor | None]]:
+def read_ahead(
+    shards: Iterable[Shard], whole: Callable[[Shard], bool], *, direct: bool
+) -> Iterator[tuple[Shard, PackedTensor | None]]:
     """Shards, each with its documents in memory if they had to come from the disk and are wanted whole.
 
     While one is in use the next one is read, in large pieces: a mapped file comes page by page, when it is needed, and
     the processor waits. So the disk and the processor are both busy, in the memory of two shards. What is handed out is
-    overwritten after the next one was asked for.
+    overwritten after the next one was asked for. `direct`: see `reading.start_reading`.
     """
     rooms = Room(), Room()
-    with ThreadPoolExecutor(1, thread_name_prefix="numkong_py-read") as reader:
-        before: tuple[Shard, Future[PackedTensor | None] | None] | None = None
+    readers = ThreadPoolExecutor(READERS, thread_name_prefix="numkong_py-read")
+    try:
+        before: tuple[Shard, Callable[[], PackedTensor | None] | None] | None = None
         for number, shard in enumerate(shards):
             cold = whole(shard) and shard.file.is_cold()
-            now = shard, reader.submit(shard.file.read_into, rooms[number % 2]) if cold else None
+            now = shard, shard.file.start_reading(readers, rooms[number % 2], direct=direct) if cold else None
             if before is not None:
-                yield before[0], before[1] and before[1].result()
+                yield before[0], before[1] and before[1]()
             before = now
         if before is not None:
-            yield before[0], before[1] and before[1].result()
+            yield before[0], before[1] and before[1]()
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
 class Shard:

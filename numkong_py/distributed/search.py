@@ -185,6 +185,7 @@ class Job:
     address: str
     shards: tuple[Shard, ...]
     threads: int
+    cached: int  # bytes of all shards of the worker
 
     @property
     def documents(self) -> int:
@@ -198,8 +199,9 @@ def _jobs(shards: Sequence[Shard], workers: dict[str, int], threads: int | None)
         mine = [shard for shard, owner in zip(shards, owners) if owner == number]
         count = min(len(mine), TASKS_PER_THREAD * room)
         edges = [len(mine) * i // count for i in range(count + 1)] if count else [0]
+        cached = sum(shard.file.entry.bytes for shard in mine)
         for begin, end in pairwise(edges):
-            jobs.append(Job(address, tuple(mine[begin:end]), threads or max(1, room // count)))
+            jobs.append(Job(address, tuple(mine[begin:end]), threads or max(1, room // count), cached))
     return jobs
 
 
@@ -307,7 +309,8 @@ def _score(job: Job, question: Question) -> Hits:
 
 def _score_on(job: Job, question: Question, queries: Queries, folder: Path, device: str) -> Hits:
     here = (shard.with_file(file_here(shard.file, folder, device)) for shard in job.shards)
-    return shards_topk(here, queries, question.k, question.selection, threads=job.threads, **question.options)
+    options = {**question.options, "threads": job.threads, "cached": job.cached}
+    return shards_topk(here, queries, question.k, question.selection, **options)
 
 
 def _device(question: Question, address: str) -> str:
