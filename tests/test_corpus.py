@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from test_huge_files import sparse_file
 
 import numkong_py as nk
 from numkong_py.backends import BACKENDS
-from numkong_py.corpus import Queries, merge, shard_topk
+from numkong_py.corpus import Queries, merge, search, shard_topk
 from numkong_py.corpus.columns import Ids, hashes_of, id_tensors
 from numkong_py.corpus.manifest import ShardEntry, read_manifest, write_manifest
 from numkong_py.corpus.shards import ShardFile
@@ -690,8 +692,12 @@ def read_everything(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return seen
 
 
-def test_shards_that_are_read_ahead(filled: tuple[nk.Corpus, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0, 1 << 40], ids=["past the cache", "through the cache"])
+def test_shards_that_are_read_ahead(
+    limit: int, filled: tuple[nk.Corpus, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus, ids = filled
+    monkeypatch.setattr(search, "cache_limit", lambda: limit)
     wanted = corpus.topk(QUERIES, 50, metric="cosine")
     reader = nk.Corpus.open(corpus.path)
     seen = read_everything(monkeypatch)
@@ -704,6 +710,45 @@ def test_shards_that_are_read_ahead(filled: tuple[nk.Corpus, list[Any]], monkeyp
     assert seen == whole  # where few documents are looked at, their pages are enough
     corpus.compact()
     assert_holds(reader, ids)  # what lost its name is mapped
+
+
+def test_threads_read_apart_while_the_corpus_changes(
+    filled: tuple[nk.Corpus, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, ids = filled
+    reader = nk.Corpus.open(corpus.path)
+    wanted = reader.topk(QUERIES, 20)
+    read_everything(monkeypatch)
+    monkeypatch.setattr(search, "cache_limit", lambda: 0)
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(reader.topk, QUERIES, 20) for _ in range(40)]
+        while not all(each.done() for each in running):
+            corpus.delete([ids.pop()])
+            corpus.compact()
+            if len(ids) < 3:
+                break
+        for each in running:
+            scores, found = each.result()
+            assert_same_bits(scores, wanted[0])
+            assert found.tolist() == wanted[1].tolist()
+    assert_holds(corpus, ids)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="this system has no limit of open files to lower")
+def test_more_shards_than_open_files(tmp_path: Path) -> None:
+    import resource
+
+    corpus = nk.Corpus.create(tmp_path / "corpus", DEPTH, "f32", shard_bytes=1)
+    corpus.append(documents(range(40)))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"one file for each shard.*ulimit -n.*shard_bytes") as caught:
+            nk.Corpus.open(corpus.path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.errno == errno.EMFILE
+    assert_holds(nk.Corpus.open(corpus.path), list(range(40)))
 
 
 def test_a_shard_that_shrinks_or_changes_while_it_is_read(
