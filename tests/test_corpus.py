@@ -293,6 +293,8 @@ def test_wrong_appends(corpus: nk.Corpus) -> None:
     refused(corpus, nk.ShapeMismatch, r"metadata\['year'\]: 1 for 2", two, None, {"year": [1]})
     refused(corpus, nk.ShapeMismatch, "metadata: 1 for 2", two, None, [{"year": 1}])
     refused(corpus, nk.UnsupportedDtype, "one mapping for every document", two, None, [1, 2])
+    for name in ("title-offsets", "", 3):
+        refused(corpus, nk.InvalidArgument, f"column {name!r}, wanted a name", two, None, {name: [1, 2]})
     refused(corpus, nk.InvalidArgument, "no Unicode", two, None, {"title": ["\ud800", "b"]})
 
     def breaks() -> Iterator[Any]:
@@ -319,6 +321,7 @@ def test_extreme_ids(corpus: nk.Corpus) -> None:
     corpus.append(documents(ids), np.array(ids))
     assert_holds(nk.Corpus.open(corpus.path), ids)
     refused(corpus, nk.InvalidArgument, "largest id is 9223372036854775807; pass ids", documents([1]))
+    assert len(corpus.append(iter([[], []]))) == 0  # nothing needs an id
 
 
 def test_hashes_that_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,6 +512,28 @@ def test_wrong_searches(filled: tuple[nk.Corpus, list[Any]]) -> None:
         corpus.topk(nk.pack(QUERIES[0].astype(np.float16)), 1)
     with pytest.raises(nk.InvalidArgument, match="'all', wanted one of"):
         corpus.topk(QUERIES, 1, missing="all")
+    with pytest.raises(nk.UnknownId, match=r"no document .* in the corpus$"):
+        corpus.metadata.rows([1000] if corpus.ids.dtype == np.int64 else ["none"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"screen": "some"}, {"threads": 0}, {"min_mean_score": "high"}, {"min_mean_score": float("nan")}, {"block": 0}],
+    ids=str,
+)
+def test_wrong_options_of_an_empty_corpus(wrong: dict[str, Any], corpus: nk.Corpus) -> None:
+    with pytest.raises(nk.InvalidArgument, match=f"{next(iter(wrong))}: "):
+        corpus.topk(QUERIES, 1, **wrong)
+
+
+def test_a_corpus_whose_folder_moved(corpus: nk.Corpus) -> None:
+    corpus.append(documents(range(3)))
+    elsewhere = corpus.path.rename(corpus.path.with_name("elsewhere"))
+    assert_holds(corpus, [0, 1, 2])
+    with pytest.raises(FileNotFoundError, match="no corpus is here any more"):
+        corpus.append(documents([3]))
+    assert not corpus.path.exists()
+    assert_holds(nk.Corpus.open(elsewhere), [0, 1, 2])
 
 
 # ------------------------------------------------------------------------------------------- readers and writers
@@ -622,7 +647,11 @@ def test_creating_and_opening(tmp_path: Path) -> None:
         nk.Corpus.open(tmp_path / "full")
     with pytest.raises(OSError):
         nk.Corpus.create(tmp_path / "full" / "thesis.txt", DEPTH, "f32")
-    for wrong in ({"depth": 0}, {"depth": 2.5}, {"shard_bytes": 0}):
+    for wrong in (
+        *({"depth": 0}, {"depth": 2.5}, {"shard_bytes": 0}, {"shard_bytes": 1 << 70}),
+        *({"grace": -1}, {"grace": float("nan")}, {"grace": float("inf")}, {"grace": "1"}, {"wait": -1}, {"wait": "1"}),
+        *({"columns": {"": "int"}}, {"columns": {3: "int"}}, {"columns": {"x-offsets": "int"}}),
+    ):
         with pytest.raises(nk.InvalidArgument, match=next(iter(wrong))):
             nk.Corpus.create(tmp_path / "new", **{"depth": 4, "dtype": "f32", **wrong})
     with pytest.raises(nk.UnsupportedDtype):

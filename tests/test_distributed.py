@@ -286,7 +286,7 @@ def test_a_shard_that_does_not_fit_beside_others_on_a_device(tmp_path: Path, mon
     monkeypatch.setattr(search, "_to_device", lambda queries, device: queries)
     monkeypatch.setattr(search, "_score_on", full)
     files._files["other", "head", "cuda"] = files.file_here(shard.file, tmp_path, "cpu")
-    job = search.Job("here", (shard,), 1)
+    job = search.Job("here", (shard,), 1, 0)
     question = search.Question(search.Queries(QUERIES, DEPTH, "f32"), 3, None, {}, "auto", None)
     assert search._score(job, question) == "hits"
     assert "cuda" in calls[0] and "cuda" not in calls[1]

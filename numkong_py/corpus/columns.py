@@ -17,6 +17,7 @@ from ..errors import CorruptFile, InvalidArgument, ShapeMismatch, UnsupportedDty
 __all__ = [
     "KINDS",
     "Ids",
+    "check_column_name",
     "column_tensors",
     "empty_ids",
     "first_repeated",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 KINDS = {"int": np.int64, "float": np.float64, "bool": np.bool_, "str": object}
+OFFSETS = "-offsets"  # ends the name of the tensor that says where each string of another one starts
 NO_ID = -1  # what an int id cannot be: it says "none" in results and candidates
 
 
@@ -43,7 +45,7 @@ def _string_tensors(name: str, values: Sequence[str]) -> dict[str, np.ndarray]:
         raise InvalidArgument(f"{name}: a string that is no Unicode text: {error}") from error
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([len(each) for each in encoded], out=offsets[1:])
-    return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}-offsets": offsets}
+    return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}{OFFSETS}": offsets}
 
 
 def _string_at(data: np.ndarray, offsets: np.ndarray, position: int) -> str:
@@ -172,7 +174,7 @@ class Ids:
     def __init__(self, tensors: Mapping[str, np.ndarray], count: int) -> None:
         self.count = count
         self.values = tensors.get("ids")
-        self.offsets = tensors.get("ids-offsets")
+        self.offsets = tensors.get(f"ids{OFFSETS}")
         self.keys = tensors.get("ids-keys")
         self.order = tensors.get("ids-order")
         lengths = {count}
@@ -264,6 +266,17 @@ def _as_rows_of_columns(metadata: Any, count: int) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+def check_column_name(name: Any, argument: str) -> None:
+    """Raise on what cannot name a column: its tensors would be those of another column.
+
+    Raises
+    ------
+    InvalidArgument
+    """
+    if not isinstance(name, str) or not name or name.endswith(OFFSETS):
+        raise InvalidArgument(f"{argument}: column {name!r}, wanted a name that does not end with {OFFSETS!r}")
+
+
 def read_columns(metadata: Any, count: int, kinds: Mapping[str, str]) -> dict[str, tuple[str, list[Any]]]:
     """Metadata as a user gave it: kind and values, None where there is none, of every column.
 
@@ -273,8 +286,7 @@ def read_columns(metadata: Any, count: int, kinds: Mapping[str, str]) -> dict[st
     """
     columns = {}
     for name, values in _as_rows_of_columns(metadata, count).items():
-        if not isinstance(name, str) or not name:
-            raise InvalidArgument(f"metadata: column {name!r}, wanted a name")
+        check_column_name(name, "metadata")
         if len(values) != count:
             raise ShapeMismatch(f"metadata[{name!r}]: {len(values)} values for {count} documents")
         wanted = kinds.get(name)
@@ -315,7 +327,7 @@ def read_column(
     data, valid = tensors.get(f"column:{name}"), tensors.get(f"column-valid:{name}")
     if data is None:
         return np.full(len(positions), None, object)
-    offsets = tensors.get(f"column:{name}-offsets")
+    offsets = tensors.get(f"column:{name}{OFFSETS}")
     if len(data if offsets is None else offsets[1:]) != count or (valid is not None and len(valid) != count):
         raise CorruptFile(f"its column {name!r} is not as long as its documents are many")
     if kind == "str":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from ..errors import CorruptFile, InvalidArgument, NumKongError, ShapeMismatch, 
 from ..ops import maxsim
 from ..packed import PackedTensor
 from ..storage import VERIFY, RepackWarning, sync_folder
-from .columns import KINDS, read_ids
+from .columns import KINDS, check_column_name, read_ids
 from .manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from .search import (
     Hits,
@@ -49,6 +51,7 @@ from .writer import (
 __all__ = ["Alignment", "Corpus", "Explanation"]
 
 SHARD_BYTES = 256 << 20  # of a shard file: few files for a big corpus, and little to rewrite when it is compacted
+MOST = 1 << 62  # of a count that is added to others in 64 bits
 MISSING = ("raise", "ignore")
 
 
@@ -111,7 +114,7 @@ class Metadata(Mapping[str, np.ndarray]):
         ------
         UnknownId
         """
-        positions = _positions(self._snapshot, ids, "ids", "raise")
+        positions = _positions(self._snapshot, ids, "ids", None)
         columns = {name: self._at(name, kind, positions) for name, kind in self._snapshot.manifest.columns.items()}
         return [dict(zip(columns, row)) for row in zip(*columns.values())] or [{} for _ in positions]
 
@@ -119,22 +122,26 @@ class Metadata(Mapping[str, np.ndarray]):
         return self._snapshot.gather(positions, lambda shard, places: shard.column(name, kind, places), None).tolist()
 
 
-def _positions(snapshot: Snapshot, ids: Any, argument: str, missing: str) -> np.ndarray:
-    """Places of documents by id; with missing="ignore" -1 where there is none."""
+def _positions(snapshot: Snapshot, ids: Any, argument: str, missing: str | None) -> np.ndarray:
+    """Places of documents by id; with missing="ignore" -1 where there is none; None where the caller has no choice."""
     found = read_ids(ids, argument, snapshot.manifest.ids)
     positions = snapshot.find(found)
     unknown = np.flatnonzero(positions < 0)
-    if len(unknown) and missing == "raise":
+    if len(unknown) and missing != "ignore":
         more = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
-        raise UnknownId(
-            f'{argument}: no document {found.tolist()[unknown[0]]!r}{more} in the corpus; pass missing="ignore"'
-        )
+        choice = '; pass missing="ignore"' if missing else ""
+        raise UnknownId(f"{argument}: no document {found.tolist()[unknown[0]]!r}{more} in the corpus{choice}")
     return positions
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InvalidArgument(f"{name}: {value!r}, wanted one of {', '.join(map(repr, choices))}")
+
+
+def _check_wait(wait: Any) -> None:
+    if not isinstance(wait, Real) or not wait >= 0:
+        raise InvalidArgument(f"wait: {wait!r}, wanted seconds, at least 0")
 
 
 @contextlib.contextmanager
@@ -222,9 +229,13 @@ class Corpus:
         """
         folder = Path(path)
         for name, value in (("depth", depth), ("shard_bytes", shard_bytes)):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise InvalidArgument(f"{name}: {value!r}, wanted an integer of at least 1")
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= MOST:
+                raise InvalidArgument(f"{name}: {value!r}, wanted an integer from 1 to 2^62")
+        if not isinstance(grace, Real) or not 0 <= grace < math.inf:
+            raise InvalidArgument(f"grace: {grace!r}, wanted seconds, at least 0 and finite")
+        _check_wait(wait)
         for name, kind in (columns or {}).items():
+            check_column_name(name, "columns")
             _check_choice(f"columns[{name!r}]", kind, tuple(KINDS))
         manifest = Manifest(int(depth), name_of(dtype), int(shard_bytes), float(grace), columns=dict(columns or {}))
         folder.mkdir(parents=True, exist_ok=True)
@@ -269,6 +280,7 @@ class Corpus:
         InvalidArgument, OSError
         """
         _check_choice("verify", verify, VERIFY)
+        _check_wait(wait)
         folder = Path(path)
         snapshot = _newest(folder, None)
         _warn_of_rows(snapshot)
@@ -360,7 +372,7 @@ class Corpus:
 
     def _document(self, id: Any) -> tuple[PackedTensor, Snapshot]:
         snapshot = self._snapshot
-        position = int(_positions(snapshot, [id], "id", "raise")[0])
+        position = int(_positions(snapshot, [id], "id", None)[0])
         shard, place = snapshot.locate(position)
         return shard.open()[place], snapshot
 
@@ -560,7 +572,7 @@ class Corpus:
         ------
         UnknownId, InvalidArgument, ShapeMismatch, UnsupportedDtype, DeviceMismatch, CorruptFile
         """
-        check_options(metric, reduction, k, block)
+        check_options(metric, reduction, k, block, screen, threads, min_mean_score)
         _check_choice("missing", missing, MISSING)
         snapshot = self._snapshot
         found = Queries(queries, self.depth, self.dtype)

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ import numpy as np
 from ..arrays import Collection, read_collection
 from ..cpu import METRICS, output_dtype
 from ..errors import InvalidArgument, ShapeMismatch, UnsupportedDtype
-from ..ops import REDUCTIONS, topk
+from ..ops import REDUCTIONS, SCREENS, topk
 from ..packed import PackedTensor, pack_collection
+from ..threads import thread_count
 from .reading import cache_limit
 from .shards import Shard, read_ahead
 
@@ -143,8 +145,15 @@ def threshold(hits: Hits, lengths: np.ndarray, least: float, *, mean: bool, desc
     return (places >= 0) & (means >= least if descending else means <= least)
 
 
-def check_options(metric: str, reduction: str, k: Any, block: Any) -> None:
+def check_options(
+    metric: str, reduction: str, k: Any, block: Any, screen: str, threads: int | None, min_mean_score: Any
+) -> None:
     """Raise on what no shard would be asked about where there is none."""
+    thread_count(threads, 1)
+    if screen not in SCREENS:
+        raise InvalidArgument(f"screen: {screen!r}, wanted one of {', '.join(map(repr, SCREENS))}")
+    if min_mean_score is not None and (not isinstance(min_mean_score, Real) or math.isnan(min_mean_score)):
+        raise InvalidArgument(f"min_mean_score: {min_mean_score!r}, wanted a number or None")
     if metric not in METRICS:
         raise InvalidArgument(f"metric: {metric!r}, wanted one of {', '.join(METRICS)}")
     if reduction not in REDUCTIONS:

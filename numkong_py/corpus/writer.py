@@ -7,6 +7,7 @@ leaves the corpus as it was, plus files that the next writer removes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -68,6 +69,10 @@ def locked(folder: Path, wait: float) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout  # here: readers need no lock
 
+    if not folder.is_dir():  # the lock would make it
+        raise FileNotFoundError(
+            errno.ENOENT, "no corpus is here any more; nk.Corpus.open opens it elsewhere", str(folder)
+        )
     lock = FileLock(folder / LOCK, timeout=wait)
     try:
         lock.acquire()
@@ -420,7 +425,7 @@ class Additions:
             self._refuse_known(ids)
         elif self._kind == "str":
             raise InvalidArgument("ids: None, and this corpus has 'str' ids; pass one for every document")
-        elif self._next + count > MOST_ID:
+        elif count and self._next + count > MOST_ID:
             raise InvalidArgument(f"ids: None, and the largest id is {self._next - 1}; pass ids")
         else:
             ids = np.arange(self._next, self._next + count)
