@@ -45,6 +45,10 @@ ROUND_ROWS = (
     ("memory_mb_s", "scored in memory, MB/s", 0),
     ("scored_mb_s", "all of the corpus scored from the disk, MB/s", 0),
     ("share", "share of the slower of memory and the disk's faster one", 2),
+    ("plain_cpu", "processor time of plain reads, s/GB", 2),
+    ("direct_cpu", "of direct reads, s/GB", 2),
+    ("memory_cpu", "of scoring in memory, s/GB", 2),
+    ("scored_cpu", "of all of the corpus scored from the disk, s/GB", 2),
 )
 DEPTH, LENGTH, QUERY = 128, 256, 32  # elements; tokens of a document; of a query
 BATCH = 1024  # documents
@@ -150,11 +154,11 @@ def read_all_directly(corpus: nk.Corpus) -> None:
             start_reading(readers, shard.path, 0, shard.file.entry.bytes, room, direct=True)()
 
 
-def rate(work: Callable[[], Any], size: int) -> float:
-    """Megabytes a second."""
-    begin = time.perf_counter()
+def rate(work: Callable[[], Any], size: int) -> tuple[float, float]:
+    """Megabytes a second, and processor seconds a gigabyte."""
+    begin, processor = time.perf_counter(), time.process_time()
     work()
-    return size / (time.perf_counter() - begin) / 1e6
+    return size / (time.perf_counter() - begin) / 1e6, (time.process_time() - processor) / (size / 1e9)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -212,19 +216,19 @@ def one_round(corpus: nk.Corpus, query: np.ndarray, threads: int | None) -> dict
     """Rates of the disk, of scoring in memory, and of scoring everything from the disk."""
     size = corpus.info()["bytes"]
     forget(corpus)
-    plain = rate(lambda: read_all(corpus), size)
+    plain, plain_cpu = rate(lambda: read_all(corpus), size)
     forget(corpus)
-    direct = rate(lambda: read_all_directly(corpus), size)
+    direct, direct_cpu = rate(lambda: read_all_directly(corpus), size)
     disk = max(plain, direct)
     documents = corpus.shards[0].open()
     nk.topk(query, documents, 10, threads=threads)
     times = max(3, len(corpus.shards))
-    memory = rate(
+    memory, memory_cpu = rate(
         lambda: [nk.topk(query, documents, 10, threads=threads) for _ in range(times)], times * documents.nbytes
     )
     forget(corpus)
     opened = nk.Corpus.open(corpus.path)
-    scored = rate(lambda: opened.topk(query, 10, threads=threads), size)
+    scored, scored_cpu = rate(lambda: opened.topk(query, 10, threads=threads), size)
     busy = os.getloadavg()[0]
     return {
         "plain_mb_s": plain,
@@ -232,6 +236,10 @@ def one_round(corpus: nk.Corpus, query: np.ndarray, threads: int | None) -> dict
         "memory_mb_s": memory,
         "scored_mb_s": scored,
         "share": scored / min(disk, memory),
+        "plain_cpu": plain_cpu,
+        "direct_cpu": direct_cpu,
+        "memory_cpu": memory_cpu,
+        "scored_cpu": scored_cpu,
         "load": busy,
     }
 
