@@ -103,19 +103,13 @@ static nk_status_t nk_packed_shape_(nk_dtype_t dtype, void const *packed, nk_siz
     return nk_success_k;
 }
 
-static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_coding_t const *coding, nk_maxsim_pack_t const *job,
-                                   nk_capability_t capabilities, nk_stream_t stream) {
-    nk_backend_t const *backend;
-    nk_packed_header_t header;
-    if (!job || !job->packed || !job->offsets) return nk_null_argument_k;
+/* Runs that hold the tokens of all documents. */
+static nk_status_t nk_check_collection_(nk_maxsim_pack_t const *job, nk_u64_t *total) {
     nk_token_runs_t const *runs = &job->tokens;
+    nk_u64_t tokens = 0;
+    if (!job->offsets) return nk_null_argument_k;
     if (runs->runs && (!runs->pointers || !runs->counts || !runs->row_strides || !runs->element_strides))
         return nk_null_argument_k;
-    if ((uintptr_t)job->packed % nk_packed_base_alignment_k) return nk_misaligned_k;
-    nk_status_t status = nk_select_(dtype, capabilities, stream, &backend);
-    if (status != nk_success_k) return status;
-
-    nk_u64_t tokens = 0;
     for (nk_size_t run = 0; run != runs->runs; ++run) {
         if (runs->counts[run] && job->depth && !runs->pointers[run]) return nk_null_argument_k;
         if (runs->counts[run] > UINT64_MAX - tokens) return nk_size_overflow_k;
@@ -124,6 +118,20 @@ static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_coding_t const *coding, 
     if (job->offsets[0] || job->offsets[job->documents] != tokens) return nk_unexpected_dimensions_k;
     for (nk_size_t document = 0; document != job->documents; ++document)
         if (job->offsets[document] > job->offsets[document + 1]) return nk_unexpected_dimensions_k;
+    *total = tokens;
+    return nk_success_k;
+}
+
+static nk_status_t nk_pack_corpus_(nk_dtype_t dtype, nk_coding_t const *coding, nk_maxsim_pack_t const *job,
+                                   nk_capability_t capabilities, nk_stream_t stream) {
+    nk_backend_t const *backend;
+    nk_packed_header_t header;
+    nk_u64_t tokens;
+    if (!job || !job->packed || !job->offsets) return nk_null_argument_k;
+    if ((uintptr_t)job->packed % nk_packed_base_alignment_k) return nk_misaligned_k;
+    nk_status_t status = nk_select_(dtype, capabilities, stream, &backend);
+    if (status == nk_success_k) status = nk_check_collection_(job, &tokens);
+    if (status != nk_success_k) return status;
     status = nk_packed_describe(backend, dtype, coding, job->documents, tokens, job->depth, &header);
     return status == nk_success_k ? backend->kernels->pack(job, &header) : status;
 }
@@ -139,16 +147,42 @@ static nk_status_t nk_pack_(nk_dtype_t dtype, void const *vectors, nk_size_t vec
 }
 
 /* Candidates in range, and the offsets of just their documents: a rerank must not walk the whole collection. */
-static nk_status_t nk_check_candidates_(nk_maxsim_corpus_t const *job, nk_packed_header_t const *documents) {
-    nk_u64_t const *offsets = nk_packed_offsets(job->documents);
+static nk_status_t nk_check_candidates_(nk_maxsim_corpus_t const *job, nk_u64_t const *offsets, nk_size_t documents,
+                                        nk_u64_t tokens) {
     nk_size_t const count = (job->query_end - job->query_begin) * job->candidate_count;
     for (nk_size_t index = 0; index != count; ++index) {
         nk_i64_t const candidate = job->candidates[index];
         if (candidate == -1) continue;
-        if (candidate < -1 || candidate >= (nk_i64_t)documents->documents) return nk_index_out_of_range_k;
-        if (offsets[candidate] > offsets[candidate + 1] || offsets[candidate + 1] > documents->tokens)
-            return nk_pack_mismatch_k;
+        if (candidate < -1 || candidate >= (nk_i64_t)documents) return nk_index_out_of_range_k;
+        if (offsets[candidate] > offsets[candidate + 1] || offsets[candidate + 1] > tokens) return nk_pack_mismatch_k;
     }
+    return nk_success_k;
+}
+
+static nk_status_t nk_check_documents_(nk_maxsim_corpus_t const *job, nk_packed_header_t const *documents) {
+    if (((nk_packed_header_t const *)job->queries)->depth != documents->depth) return nk_unexpected_dimensions_k;
+    if (!job->candidates) return nk_packed_check_offsets(documents, job->document_begin, job->document_end);
+    return nk_check_candidates_(job, nk_packed_offsets(documents), documents->documents, documents->tokens);
+}
+
+/* Documents as arrays, where they can be read in place. */
+static nk_status_t nk_check_arrays_(nk_dtype_t dtype, nk_maxsim_corpus_t const *job) {
+    nk_maxsim_pack_t const *const arrays = job->arrays;
+    nk_token_runs_t const *const runs = &arrays->tokens;
+    nk_i64_t const element_bytes = (nk_i64_t)nk_dtype_bytes(dtype);
+    nk_u64_t tokens;
+    nk_status_t const status = nk_check_collection_(arrays, &tokens);
+    if (status != nk_success_k) return status;
+    if (arrays->depth != ((nk_packed_header_t const *)job->queries)->depth || arrays->normalize || job->documents)
+        return nk_unexpected_dimensions_k;
+    for (nk_size_t run = 0; run != runs->runs; ++run) {
+        if (runs->pointers[run] % (nk_u64_t)element_bytes || runs->row_strides[run] % element_bytes)
+            return nk_misaligned_k;
+        if (runs->element_strides[run] != element_bytes) return nk_unexpected_dimensions_k;
+    }
+    if (job->candidates) return nk_check_candidates_(job, arrays->offsets, arrays->documents, tokens);
+    if (job->document_begin > job->document_end || job->document_end > arrays->documents)
+        return nk_index_out_of_range_k;
     return nk_success_k;
 }
 
@@ -157,20 +191,16 @@ static nk_status_t nk_corpus_(nk_dtype_t dtype, nk_maxsim_corpus_t const *job, n
     nk_backend_t const *backend;
     if (!job) return nk_null_argument_k;
     nk_status_t status = nk_select_(dtype, capabilities, stream, &backend);
-    if (status == nk_success_k) status = nk_expect_any_(job->documents, backend, dtype);
+    if (status == nk_success_k && !job->arrays) status = nk_expect_any_(job->documents, backend, dtype);
     if (status != nk_success_k) return status;
-    int const coded = nk_packed_coding(job->documents).precision != nk_exact_k;
+    int const coded = !job->arrays && nk_packed_coding(job->documents).precision != nk_exact_k;
     status = coded ? nk_expect_any_(job->queries, backend, dtype) : nk_expect_(job->queries, backend, dtype);
     if (status != nk_success_k) return status;
 
-    nk_packed_header_t const *queries = (nk_packed_header_t const *)job->queries;
-    nk_packed_header_t const *documents = (nk_packed_header_t const *)job->documents;
-    if (queries->depth != documents->depth) return nk_unexpected_dimensions_k;
     if (job->metric > nk_metric_angular_k) return nk_unknown_metric_k;
     status = nk_packed_check_offsets(job->queries, job->query_begin, job->query_end);
     if (status == nk_success_k)
-        status = job->candidates ? nk_check_candidates_(job, documents)
-                                 : nk_packed_check_offsets(job->documents, job->document_begin, job->document_end);
+        status = job->arrays ? nk_check_arrays_(dtype, job) : nk_check_documents_(job, job->documents);
     if (status != nk_success_k) return status;
 
     nk_size_t const columns = job->candidates ? job->candidate_count : job->document_end - job->document_begin;

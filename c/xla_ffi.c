@@ -3,8 +3,7 @@
  * A call becomes units: some query sets against some columns. Whoever is free takes the next unit: the thread that XLA
  * called us on, and helpers scheduled on XLA's own pool. The caller waits only for units that were begun, never for a
  * helper that was not started, so a pool whose threads all wait in calls like this one still gets everything done.
- * Tokens given as arrays are packed unit by unit into scratch that stays in the cache, so a call needs neither a copy
- * of its documents nor the similarities. */
+ * Documents given as arrays are scored where they lie, so a call needs neither a copy of them nor the similarities. */
 #include <numkong/backend.h>
 #include <numkong/xla_ffi.h>
 
@@ -25,9 +24,9 @@
 #endif
 
 enum {
-    nk_xla_block_bytes_k = 1 << 20, /* of tokens that are packed and scored together: they stay in L2 or L3 */
-    nk_xla_piece_work_k = 1 << 23,  /* multiply-adds worth handing to another thread, as in numkong_py/threads.py */
-    nk_xla_packed_block_tokens_k = 1 << 14,
+    nk_xla_joined_bytes_k = 1 << 20, /* of documents listed by several query sets of a unit: they stay in L2 or L3 */
+    nk_xla_piece_work_k = 1 << 23,   /* multiply-adds worth handing to another thread, as in numkong_py/threads.py */
+    nk_xla_unit_tokens_k = 1 << 14,
     nk_xla_units_per_thread_k = 4,
     nk_xla_gradient_work_k = 8, /* a multiply-add of a gradient, in those of a score, as in numkong_py/cpu.py */
     nk_xla_message_bytes_k = 320,
@@ -279,9 +278,9 @@ static nk_size_t nk_list_runs_(nk_side_t const *side, nk_choice_t const *choice,
     return runs;
 }
 
-static nk_status_t nk_pack_side_(nk_side_t const *side, nk_choice_t const *choice, nk_capability_t capabilities,
-                                 nk_memory_t *lists, nk_memory_t *packed) {
-    nk_entry_t const entry = nk_entry_of_(side->dtype);
+/* The chosen sets as a collection of token runs, which lie in `lists`. */
+static nk_status_t nk_list_sets_(nk_side_t const *side, nk_choice_t const *choice, nk_memory_t *lists,
+                                 nk_maxsim_pack_t *collection) {
     nk_size_t const runs = nk_list_runs_(side, choice, NULL, NULL, NULL);
     nk_u64_t *const words = (nk_u64_t *)nk_reserve_(lists, (4 * runs + choice->count + 1) * sizeof(nk_u64_t));
     if (!words) return nk_bad_alloc_k;
@@ -292,13 +291,23 @@ static nk_status_t nk_pack_side_(nk_side_t const *side, nk_choice_t const *choic
         row_strides[run] = (nk_i64_t)side->token_bytes;
         element_strides[run] = (nk_i64_t)nk_dtype_bytes(side->dtype);
     }
+    nk_maxsim_pack_t const listed = {
+        {runs, pointers, counts, row_strides, element_strides}, offsets, choice->count, side->depth, 0, NULL};
+    *collection = listed;
+    return nk_success_k;
+}
+
+static nk_status_t nk_pack_side_(nk_side_t const *side, nk_choice_t const *choice, nk_capability_t capabilities,
+                                 nk_memory_t *lists, nk_memory_t *packed) {
+    nk_entry_t const entry = nk_entry_of_(side->dtype);
+    nk_maxsim_pack_t job;
     nk_size_t bytes;
-    nk_status_t const status = entry.size(choice->count, offsets[choice->count], side->depth, capabilities, &bytes);
+    nk_status_t status = nk_list_sets_(side, choice, lists, &job);
+    if (status == nk_success_k)
+        status = entry.size(job.documents, job.offsets[job.documents], side->depth, capabilities, &bytes);
     if (status != nk_success_k) return status;
-    if (!nk_reserve_(packed, bytes)) return nk_bad_alloc_k;
-    nk_maxsim_pack_t const job = {
-        {runs, pointers, counts, row_strides, element_strides}, offsets, choice->count, side->depth, 0, packed->data};
-    return entry.pack(&job, capabilities, NULL);
+    job.packed = nk_reserve_(packed, bytes);
+    return job.packed ? entry.pack(&job, capabilities, NULL) : nk_bad_alloc_k;
 }
 
 /* ------------------------------------------------------------------------------------------------------- the call */
@@ -328,7 +337,8 @@ typedef struct nk_call_t {
 /* What a thread keeps from unit to unit. */
 typedef struct nk_worker_t {
     nk_size_t row_begin, row_end; /* packed in `queries` */
-    nk_memory_t queries, documents, lists, chosen, results, places;
+    nk_maxsim_pack_t arrays;      /* documents as they came */
+    nk_memory_t queries, lists, chosen, results, places;
 } nk_worker_t;
 
 static nk_i64_t nk_candidate_(nk_call_t const *call, nk_size_t row, nk_size_t column) {
@@ -340,7 +350,7 @@ static nk_size_t nk_column_token_count_(nk_call_t const *call, nk_size_t row, nk
     return document < 0 ? 0 : nk_token_count_(&call->documents, (nk_size_t)document);
 }
 
-/* Packs what the unit's job needs and fills in its two sides. */
+/* Fill in the two sides of a unit's job; queries are packed. */
 static nk_status_t nk_place_queries_(nk_call_t const *call, nk_unit_of_call_t const *unit, nk_worker_t *worker,
                                      nk_maxsim_corpus_t *job) {
     nk_size_t const rows = unit->row_end - unit->row_begin;
@@ -392,8 +402,9 @@ static nk_status_t nk_place_documents_(nk_call_t const *call, nk_unit_of_call_t 
         choice.count = count;
     }
     if (packed) return nk_success_k;
-    nk_status_t const status = nk_pack_side_(side, &choice, call->capabilities, &worker->lists, &worker->documents);
-    job->documents = worker->documents.data;
+    nk_status_t const status = nk_list_sets_(side, &choice, &worker->lists, &worker->arrays);
+    job->documents = NULL;
+    job->arrays = &worker->arrays;
     job->document_begin = 0;
     job->document_end = choice.count;
     if (unit->shared && choice.count == columns) job->candidates = NULL; /* a range lets query sets share a chunk */
@@ -540,7 +551,6 @@ static void nk_run_units_(nk_crew_t *crew) {
         if (status != nk_success_k) crew->status = status;
     }
     free(worker.queries.data);
-    free(worker.documents.data);
     free(worker.lists.data);
     free(worker.chosen.data);
     free(worker.results.data);
@@ -700,14 +710,13 @@ static int nk_join_last_unit_(nk_call_t *call, nk_size_t row, nk_size_t *last_to
 
 static nk_status_t nk_cut_call_(nk_call_t *call, nk_size_t threads) {
     int const packed = call->documents.layout == nk_xla_layout_packed_k;
-    nk_size_t const limit =
-        packed ? nk_xla_packed_block_tokens_k
-               : nk_xla_block_bytes_k / (call->documents.token_bytes ? call->documents.token_bytes : 1) + 1;
+    nk_size_t const limit = nk_xla_unit_tokens_k, token_bytes = call->documents.token_bytes;
+    nk_size_t const joined = packed || !token_bytes ? limit : nk_xla_joined_bytes_k / token_bytes + 1;
     nk_size_t room = 0, last_tokens = limit;
     nk_status_t status = nk_success_k;
     for (nk_size_t row = 0, end; row != call->rows && status == nk_success_k; row = end) {
         end = nk_bundle_end_(call, row);
-        if (call->candidates && end == row + 1 && nk_join_last_unit_(call, row, &last_tokens, limit)) continue;
+        if (call->candidates && end == row + 1 && nk_join_last_unit_(call, row, &last_tokens, joined)) continue;
         nk_size_t const units = call->unit_count;
         status = nk_cut_bundle_(call, &room, row, end, limit, threads);
         last_tokens = limit; /* a bundle of several rows, or one that was cut, is not joined */

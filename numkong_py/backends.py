@@ -21,8 +21,9 @@ class Row(Protocol):
     """What `PackedTensor` and the scoring functions ask of a row; `numkong_py.cpu.CpuRow` says what each method does.
 
     A row may also have ``topk(queries, documents, k, candidates=, block=, progress=, **options)``, to select where its
-    scores are instead of in host memory, and ``adopt(collection)``, to take queries for one call without a copy. CPU
-    rows also take a coding, and have ``take(contents, sets, row)`` for packings that were made with one.
+    scores are instead of in host memory, ``adopt(collection)``, to take queries for one call without a copy, and
+    ``in_place(collection)``, to score documents once where they lie. CPU rows also take a coding, and have
+    ``take(contents, sets, row)`` for packings that were made with one.
     """
 
     name: str

@@ -282,19 +282,10 @@ class CpuRow:
 
     def pack(self, collection: Collection, normalize: bool = False, coding: Coding = EXACT) -> Contents:
         """Pack a collection in host memory into a new uint8 array."""
-        runs = collection.runs
         offsets = np.ascontiguousarray(collection.offsets, np.uint64)  # named, to outlive the call
         size = self.pack_size(len(collection), int(offsets[-1]), collection.depth, collection.dtype, coding)
         buffer = aligned_bytes(size)
-        job = ffi.new("nk_maxsim_pack_t *")
-        job.tokens.runs = len(runs.pointers)
-        job.tokens.pointers = ffi.from_buffer("nk_u64_t[]", runs.pointers)
-        job.tokens.counts = ffi.from_buffer("nk_u64_t[]", runs.counts)
-        job.tokens.row_strides = ffi.from_buffer("nk_i64_t[]", runs.row_strides)
-        job.tokens.element_strides = ffi.from_buffer("nk_i64_t[]", runs.element_strides)
-        job.offsets = ffi.from_buffer("nk_u64_t[]", offsets)
-        job.documents = len(collection)
-        job.depth = collection.depth
+        job = _pack_job(collection, offsets)
         job.normalize = normalize
         job.packed = ffi.from_buffer(buffer)
         if coding == EXACT:
@@ -304,6 +295,12 @@ class CpuRow:
         check(status, "pack")
         buffer.flags.writeable = False
         return _contents(self, buffer)
+
+    def in_place(self, collection: Collection) -> ArrayDocuments | None:
+        """Documents for `score` without packing them first; None where their tokens cannot be read where they lie."""
+        runs, size = collection.runs, NUMPY_DTYPES[collection.dtype].itemsize
+        beside = (runs.element_strides == size).all() and not (runs.row_strides % size).any()
+        return ArrayDocuments(self, collection) if beside and not (runs.pointers % size).any() else None
 
     def lay_out(self, offsets: np.ndarray, depth: int, dtype: str, coding: Coding) -> tuple[np.ndarray, Regions]:
         """A coded packing with zero codes and scales: its buffer, and views of its regions to fill in before `seal`."""
@@ -421,8 +418,9 @@ class CpuRow:
         Documents that certainly stay below a query set's floor (float64, one a set; above it, for angular) may be left
         out, with the worst of all scores.
 
-        Both are `PackedTensor` of this row, one dtype and one depth; candidates are int64 and contiguous, count within
-        the documents' buffer and were checked; out is None or an array of the scores' shape and type.
+        Both are `PackedTensor` of this row, documents also what `in_place` returned, of one dtype and one depth;
+        candidates are int64 and contiguous, count within the documents' buffer and were checked; out is None or an
+        array of the scores' shape and type.
         """
         dtype = documents.dtype
         output = score_dtype(documents)
@@ -441,7 +439,10 @@ class CpuRow:
 
         job = ffi.new(CORPUS_JOB)
         job.queries = queries.pointer
-        job.documents = documents.pointer
+        if isinstance(documents, ArrayDocuments):
+            job.arrays = documents.job
+        else:
+            job.documents = documents.pointer
         job.query_begin, job.query_end = queries.begin, queries.end
         job.document_begin, job.document_end = documents.begin, documents.end
         job.metric, job.mean = metric, mean
@@ -606,6 +607,46 @@ class CpuRow:
         job = ffi.new("nk_nearest_t *", whole[0])
         job.begin, job.end = piece
         check(lib.nk_nearest(job, self._mask), "nearest")
+
+
+class ArrayDocuments:
+    """Documents where the caller has them: for one call of `CpuRow.score` what a `PackedTensor` is."""
+
+    precision = "exact"
+    device = "cpu"
+    begin = 0
+
+    def __init__(self, row: CpuRow, collection: Collection) -> None:
+        self.row, self.dtype, self.depth, self.single = row, collection.dtype, collection.depth, collection.single
+        self.collection = collection  # keeps the tokens
+        self.offsets = collection.offsets
+        self.end = len(collection)
+        self.tokens = int(self.offsets[-1])
+        self._unsigned = np.ascontiguousarray(self.offsets, np.uint64)
+        self.job = _pack_job(collection, self._unsigned)
+
+    def __len__(self) -> int:
+        return self.end
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in every document: int64 [count]."""
+        return np.diff(self.offsets)
+
+
+def _pack_job(collection: Collection, offsets: np.ndarray) -> Any:
+    """``nk_maxsim_pack_t`` of a collection; both, offsets in uint64, must outlive it."""
+    runs = collection.runs
+    job = ffi.new("nk_maxsim_pack_t *")
+    job.tokens.runs = len(runs.pointers)
+    job.tokens.pointers = ffi.from_buffer("nk_u64_t[]", runs.pointers)
+    job.tokens.counts = ffi.from_buffer("nk_u64_t[]", runs.counts)
+    job.tokens.row_strides = ffi.from_buffer("nk_i64_t[]", runs.row_strides)
+    job.tokens.element_strides = ffi.from_buffer("nk_i64_t[]", runs.element_strides)
+    job.offsets = ffi.from_buffer("nk_u64_t[]", offsets)
+    job.documents = len(collection)
+    job.depth = collection.depth
+    return job
 
 
 def _coding(coding: Coding) -> Any:

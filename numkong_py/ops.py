@@ -102,13 +102,14 @@ def read_pair(
 
 
 def pack_pair(
-    queries: Collection | PackedTensor, documents: Collection | PackedTensor
-) -> tuple[PackedTensor, PackedTensor]:
-    """Pack what is not packed, with the row of the side that is."""
+    queries: Collection | PackedTensor, documents: Collection | PackedTensor, in_place: bool = False
+) -> tuple[PackedTensor, Any]:
+    """Pack what is not packed, with the row of the side that is; documents `in_place` only where a row has to."""
     rows = [side.row for side in (documents, queries) if isinstance(side, PackedTensor)]
     row = rows[0] if rows else select(documents.dtype, documents.device)
     if not isinstance(documents, PackedTensor):
-        documents = pack_collection(documents, row)
+        lent = row.in_place(documents) if in_place and hasattr(row, "in_place") else None
+        documents = pack_collection(documents, row) if lent is None else lent
     if not isinstance(queries, PackedTensor):
         queries = _pack_queries(queries, row)
     _check_precisions(queries, documents)
@@ -121,14 +122,14 @@ def _pack_queries(queries: Collection, row: Row) -> PackedTensor:
     return pack_collection(queries, row) if adopt is None else PackedTensor(adopt(queries), single=queries.single)
 
 
-def both_packed(q: Any, docs: Any) -> tuple[PackedTensor, PackedTensor]:
-    """Read, check and pack both sides."""
+def both_packed(q: Any, docs: Any, in_place: bool = False) -> tuple[PackedTensor, Any]:
+    """Read, check and pack both sides; documents that are scored once may stay `in_place`."""
     if isinstance(q, PackedTensor) and isinstance(docs, PackedTensor):
         if q.row is not docs.row or q.dtype != docs.dtype or q.depth != docs.depth or not q.runnable:
             _check_packed_pair(q, docs)
         _check_precisions(q, docs)
         return q, docs
-    return pack_pair(*read_pair(q, docs))
+    return pack_pair(*read_pair(q, docs), in_place)
 
 
 # ------------------------------------------------------------------------------------- one way to score
@@ -250,7 +251,7 @@ def maxsim(
            [ 0,  0],
            [-1, -1]], dtype=int32)
     """
-    queries, documents = both_packed(q, docs)
+    queries, documents = both_packed(q, docs, in_place=True)
     return score_packed(
         queries,
         documents,

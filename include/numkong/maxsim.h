@@ -60,6 +60,10 @@ typedef struct nk_maxsim_corpus_t {
     nk_size_t score_stride; /* elements between rows of scores and bounds, at least the columns */
     nk_size_t token_stride; /* elements between columns of argmax and token_scores, at least the longest query */
     nk_f64_t const *floors; /* optional, of query sets query_begin .. query_end */
+    nk_maxsim_pack_t const *arrays; /* optional, in place of documents, which is then null: they are packed a block at a
+                                     * time into scratch and their tokens stay where they are, element beside element
+                                     * and each on a multiple of its element's size. Every output is that of the packed
+                                     * documents, to the bit. With candidates all of them are one block. */
 } nk_maxsim_corpus_t;
 
 /* clang-format off */
