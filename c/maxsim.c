@@ -178,7 +178,8 @@ static nk_status_t nk_check_arrays_(nk_dtype_t dtype, nk_maxsim_corpus_t const *
     for (nk_size_t run = 0; run != runs->runs; ++run) {
         if (runs->pointers[run] % (nk_u64_t)element_bytes || runs->row_strides[run] % element_bytes)
             return nk_misaligned_k;
-        if (runs->element_strides[run] != element_bytes) return nk_unexpected_dimensions_k;
+        if (runs->counts[run] && arrays->depth > 1 && runs->element_strides[run] != element_bytes)
+            return nk_unexpected_dimensions_k;
     }
     if (job->candidates) return nk_check_candidates_(job, arrays->offsets, arrays->documents, tokens);
     if (job->document_begin > job->document_end || job->document_end > arrays->documents)

@@ -299,8 +299,9 @@ class CpuRow:
     def in_place(self, collection: Collection) -> ArrayDocuments | None:
         """Documents for `score` without packing them first; None where their tokens cannot be read where they lie."""
         runs, size = collection.runs, NUMPY_DTYPES[collection.dtype].itemsize
-        beside = (runs.element_strides == size).all() and not (runs.row_strides % size).any()
-        return ArrayDocuments(self, collection) if beside and not (runs.pointers % size).any() else None
+        beside = collection.depth < 2 or (runs.element_strides == size)[runs.counts > 0].all()
+        aligned = not (runs.row_strides % size).any() and not (runs.pointers % size).any()
+        return ArrayDocuments(self, collection) if beside and aligned else None
 
     def lay_out(self, offsets: np.ndarray, depth: int, dtype: str, coding: Coding) -> tuple[np.ndarray, Regions]:
         """A coded packing with zero codes and scales: its buffer, and views of its regions to fill in before `seal`."""

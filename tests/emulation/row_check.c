@@ -100,15 +100,15 @@ static void *nk_packed_of_(nk_dtype_t dtype, nk_precision_t precision, void cons
     return job.packed;
 }
 
-/* Scores and winners of all queries with all documents, as bytes. */
-static void *nk_scored_(nk_dtype_t dtype, void *queries, void *documents, nk_metric_t metric, nk_size_t longest,
-                        nk_capability_t mask, nk_size_t *bytes) {
+/* Scores and winners of all queries with all documents, packed or as arrays, as bytes. */
+static void *nk_scored_(nk_dtype_t dtype, void *queries, void *documents, nk_maxsim_pack_t const *arrays,
+                        nk_metric_t metric, nk_size_t longest, nk_capability_t mask, nk_size_t *bytes) {
     nk_size_t const score_bytes = dtype == nk_f32_k ? 8 : 4, winners = queries_k * documents_k * longest;
     *bytes = queries_k * documents_k * score_bytes + winners * sizeof(nk_i32_t);
     nk_u8_t *const results = (nk_u8_t *)nk_aligned_(*bytes);
     nk_maxsim_corpus_t job;
     memset(&job, 0, sizeof(job));
-    job.queries = queries, job.documents = documents;
+    job.queries = queries, job.documents = documents, job.arrays = arrays;
     job.query_end = queries_k, job.document_end = job.score_stride = documents_k;
     job.metric = metric;
     job.scores = results;
@@ -116,6 +116,20 @@ static void *nk_scored_(nk_dtype_t dtype, void *queries, void *documents, nk_met
     job.token_stride = longest;
     nk_must_(NK_CALL_(corpus, dtype, &job, mask, NULL), "score");
     return results;
+}
+
+/* 1 when arrays that were not packed have the given results. */
+static int nk_same_in_place_(nk_dtype_t dtype, void *queries, void *tokens, nk_size_t const *counts, nk_size_t depth,
+                             nk_metric_t metric, nk_size_t longest, nk_capability_t mask, void const *expected) {
+    nk_u64_t const address = (nk_u64_t)(uintptr_t)tokens;
+    nk_u64_t offsets[documents_k + 1] = {0};
+    for (nk_size_t set = 0; set != documents_k; ++set) offsets[set + 1] = offsets[set] + counts[set];
+    nk_i64_t const element = (nk_i64_t)nk_dtype_bytes(dtype), row = element * (nk_i64_t)depth;
+    nk_maxsim_pack_t const arrays = {
+        {1, &address, &offsets[documents_k], &row, &element}, offsets, documents_k, depth, 0, NULL};
+    nk_size_t bytes;
+    void *const results = nk_scored_(dtype, queries, NULL, &arrays, metric, longest, mask, &bytes);
+    return memcmp(results, expected, bytes) == 0;
 }
 
 static int nk_same_(nk_precision_t precision, char const *row) {
@@ -134,12 +148,19 @@ static int nk_same_(nk_precision_t precision, char const *row) {
                 nk_metric_t const metric = (nk_metric_t)(cases++ % 3);
                 void *results[2];
                 nk_size_t bytes;
-                for (int side = 0; side != 2; ++side)
-                    results[side] = nk_scored_(
-                        dtype, nk_packed_of_(dtype, nk_exact_k, queries, query_counts, queries_k, depth, masks[side]),
-                        nk_packed_of_(dtype, precision, documents, counts, documents_k, depth, masks[side]), metric, 32,
-                        masks[side], &bytes);
-                wrong += memcmp(results[0], results[1], bytes) != 0;
+                void *packed = NULL;
+                for (int side = 0; side != 2; ++side) {
+                    packed = nk_packed_of_(dtype, nk_exact_k, queries, query_counts, queries_k, depth, masks[side]);
+                    results[side] =
+                        nk_scored_(dtype, packed,
+                                   nk_packed_of_(dtype, precision, documents, counts, documents_k, depth, masks[side]),
+                                   NULL, metric, 32, masks[side], &bytes);
+                }
+                int same = memcmp(results[0], results[1], bytes) == 0;
+                if (precision == nk_exact_k)
+                    same &=
+                        nk_same_in_place_(dtype, packed, documents, counts, depth, metric, 32, masks[1], results[0]);
+                wrong += !same;
             }
     printf("%s: %d of %d differ\n", row, wrong, cases);
     return wrong != 0;
