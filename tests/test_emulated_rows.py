@@ -86,7 +86,9 @@ def test_modelled_rows_are_available_in_the_emulated_package(package: Path) -> N
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize(("suite", "least"), [("test_conformance.py", 100), ("test_coded.py", 15)])
+@pytest.mark.parametrize(
+    ("suite", "least"), [("test_conformance.py", 100), ("test_coded.py", 15), ("test_in_place.py", 3)]
+)
 def test_conformance_of_a_modelled_row(package: Path, row: str, suite: str, least: int) -> None:
     options = ["-q", "-p", "sampling", "-p", "no:cacheprovider", "--row", row, "--every", "4", "--tb=short"]
     result = run(package, "-m", "pytest", *options, "--rootdir", str(TESTS.parent), str(TESTS / suite))
