@@ -272,8 +272,8 @@ def fp8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Examples
     --------
-    >>> fp8_codes(np.float32([[448, -17, 0.3]]))
-    (array([[448.    , -16.    ,   0.3125]]), array([1.], dtype=float32))
+    >>> fp8_codes(np.float32([[448, -17, 3]]))
+    (array([[448., -16.,   3.]]), array([1.], dtype=float32))
     """
     x = np.asarray(x).astype(np.float32)
     finite = np.isfinite(x).all(axis=1)
