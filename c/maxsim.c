@@ -299,7 +299,7 @@ NK_MAXSIM_DEFINE_(f32, nk_f64_t)
 nk_status_t nk_maxsim_pack_coded(nk_dtype_t dtype, nk_coding_t const *coding, nk_maxsim_pack_t const *job,
                                  nk_capability_t capabilities, nk_stream_t stream) {
     if (!coding) return nk_null_argument_k;
-    if (coding->precision != nk_int8_k && coding->precision != nk_fp8_k) return nk_missing_kernel_k;
+    if (coding->precision == nk_exact_k || coding->precision >= nk_residual_k) return nk_missing_kernel_k;
     return nk_pack_corpus_(dtype, coding, job, capabilities, stream);
 }
 

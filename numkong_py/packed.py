@@ -38,7 +38,7 @@ __all__ = [
     "packed_shape",
 ]
 
-PRECISIONS = ("exact", "int8", "fp8")
+PRECISIONS = ("exact", "int8", "fp8", "binary")
 
 
 class PackedTensor:

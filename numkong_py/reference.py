@@ -15,6 +15,7 @@ import numpy as np
 __all__ = [
     "MaxSimResult",
     "Sets",
+    "binary_codes",
     "chamfer",
     "chamfer_grad",
     "decoded",
@@ -34,6 +35,7 @@ __all__ = [
 
 LANES = 16
 LEAST_CODED = 2.0**-80  # tokens without a larger element are coded as zero
+LEAST_SCALE = 2.0**-87  # and, where the scale is no largest element over a limit, those with a smaller scale
 EMPTY_DOCUMENT = {"dot": -np.inf, "cosine": -np.inf, "angular": np.inf}
 REDUCTIONS = ("sum", "mean")
 
@@ -284,7 +286,30 @@ def fp8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.where(finite, scales, np.float32(np.nan))
 
 
-CODERS = {"int8": int8_codes, "fp8": fp8_codes}
+def binary_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Code every token as float32 scale x signs: -1 for a negative element, else 1.
+
+    The scale is the mean magnitude, which no other scale of the signs comes nearer with in the least-squares sense:
+    summed in float64 in the order of the pair value and rounded once. A mean below 2^-87 counts as zero.
+
+    Examples
+    --------
+    >>> binary_codes(np.float32([[4, -1, 1, 0]]))
+    (array([[ 1., -1.,  1.,  1.]]), array([1.5], dtype=float32))
+    """
+    x = np.asarray(x).astype(np.float32)
+    finite = np.isfinite(x).all(axis=1)
+    with np.errstate(all="ignore"):
+        sums = np.zeros((len(x), LANES))
+        for step in np.moveaxis(_lanes(np.abs(x)), 1, 0):
+            sums += step
+        scales = (_fold(sums) / x.shape[1]).astype(np.float32)
+    scales = np.where(scales < LEAST_SCALE, np.float32(0), scales)
+    codes = np.where((finite & (scales > 0))[:, None], np.where(x < 0, -1.0, 1.0), 0.0)
+    return codes, np.where(finite, scales, np.float32(np.nan))
+
+
+CODERS = {"int8": int8_codes, "fp8": fp8_codes, "binary": binary_codes}
 
 
 def decoded(x: np.ndarray, precision: str) -> np.ndarray:
@@ -357,8 +382,8 @@ def _similarities(query: np.ndarray, document: np.ndarray, metric: str, precisio
     1 / norm of the codes, rounded to float32, 0 for zero codes. Two zero vectors are at cosine 1 under angular, else 0.
     """
     codes, scales = CODERS[precision](document)
-    operand = _integer_operand(query, limit) if precision == "int8" else _float_operand(query)
-    if precision == "int8":
+    operand = _float_operand(query) if precision == "fp8" else _integer_operand(query, limit)
+    if precision != "fp8":
         products = (operand.rows @ codes.T).astype(np.float32)  # integers below 2^31: exact in float64
     else:
         products = _chains(operand.rows, codes)
@@ -570,8 +595,9 @@ def maxsim(queries: Any, documents: Any, **options: Any) -> Any:
         ``"mean"`` divides by the number of valid query tokens.
     empty : float, optional
         Score of a document without tokens; default -inf (dot, cosine) or +inf (angular).
-    precision : {"exact", "int8", "fp8"}
-        How the documents are coded; `query_limit` is the largest code of a query on the row.
+    precision : {"exact", "int8", "fp8", "binary"}
+        How the documents are coded; `query_limit` is the largest code of a query on the row, 1 for decoded queries
+        that were packed as signs and meet signs.
     return_argmax, return_token_scores, return_bounds : bool
         Ask for a `MaxSimResult`.
 

@@ -174,7 +174,7 @@ def emulate(
 
 
 @pytest.mark.parametrize("cpu", ["neoverse-n1", *(f"max,sme-default-vector-length={n}" for n in (32, 128))])
-@pytest.mark.parametrize("precision", [PRECISIONS[name] for name in ("exact", "int8", "fp8")])
+@pytest.mark.parametrize("precision", [PRECISIONS[name] for name in ("exact", "int8", "fp8", "binary")])
 def test_a_row_is_serial_bit_for_bit(cpu: str, precision: int, objects: Path) -> None:
     done = emulate(cpu, objects / "row_check", "same", "neonsdot" if cpu == "neoverse-n1" else "sme", str(precision))
     assert done.returncode == 0 and "0 of 54 differ" in done.stdout, done.stdout + done.stderr

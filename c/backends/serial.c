@@ -86,6 +86,21 @@ static nk_f32_t nk_row_largest_(nk_f32_t const *values, nk_size_t count) {
     return largest;
 }
 
+#include "../kernels/bit_words.inc"
+
+/* Bits in which the tokens of a tile differ from query tokens. */
+static void nk_count_bits_(int queries, nk_u8_t const *tile, nk_size_t steps, nk_u8_t const *operands, nk_size_t stride,
+                           nk_u8_t *counts) {
+    static nk_u8_t const ones[16] = {0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4};
+    memset(counts, 0, (nk_size_t)queries * nk_binary_tile_tokens_k);
+    for (int query = 0; query != queries; ++query, operands += stride, counts += nk_binary_tile_tokens_k)
+        for (nk_size_t step = 0; step != steps; ++step)
+            for (nk_size_t token = 0; token != nk_binary_tile_tokens_k; ++token) {
+                nk_u8_t const differing = tile[step * nk_binary_tile_tokens_k + token] ^ operands[step];
+                counts[token] += ones[differing & 15] + ones[differing >> 4];
+            }
+}
+
 static nk_f64_t nk_dot_(nk_dtype_t dtype, nk_f64_t const *query, void const *token, nk_size_t depth) {
     nk_f64_t lanes[16] = {0};
     for (nk_size_t k = 0; k != depth; ++k) lanes[k % 16] += query[k] * nk_widen_(dtype, token, k);
