@@ -222,14 +222,22 @@ def _cold(path: Path, search: Callable[[nk.PackedTensor], Any]) -> float:
     return time.perf_counter() - begin
 
 
+def _codebook(tokens: np.ndarray) -> nk.Codebook:
+    """Of 2 bits, with tokens for centroids, which needs no k-means: what is lost is more than with a trained one."""
+    tokens = np.asarray(tokens, np.float32)
+    centroids, sample = tokens[:: max(1, len(tokens) // 1024)], tokens[1 :: max(2, len(tokens) // 2048)]
+    nearest = nk.Codebook(centroids, np.float32([-1, 1])).nearest(sample)
+    return nk.Codebook(centroids, np.quantile(sample - centroids[nearest], [0.125, 0.375, 0.625, 0.875]))
+
+
 def loss_record() -> Record:
     """What every precision of the best row loses on the shipped corpus, whose relevant passages are known."""
     corpus = demo.load()
     relevance = np.array([[name in answers for name in corpus.ids] for answers in corpus.answers], float)
-    row = our_rows("f32")[0]
+    row, books = our_rows("f32")[0], {"residual": _codebook(np.concatenate(list(corpus.vectors)))}
     reports = [
         nk.error_report(
-            nk.pack(corpus.vectors, precision=precision, backend=row),
+            nk.pack(corpus.vectors, precision=precision, codebook=books.get(precision), backend=row),
             corpus.vectors,
             corpus.question_vectors,
             relevance=relevance,
@@ -249,7 +257,8 @@ def precision_record(
     calls: dict[str, tuple[Callable[[], Any], None]] = {}
     found: dict[str, Record] = {}
     for precision in PRECISIONS:
-        documents = nk.pack(inputs.tokens, offsets=inputs.offsets, precision=precision, backend=row)
+        book = _codebook(inputs.tokens) if precision == "residual" else None
+        documents = nk.pack(inputs.tokens, offsets=inputs.offsets, precision=precision, codebook=book, backend=row)
         result = nk.maxsim_packed(queries, documents, return_bounds=True)
         verdict = judge(result.scores, expected)
         within = (np.abs(result.scores - expected.scores) <= result.bounds).all()
@@ -258,6 +267,12 @@ def precision_record(
         calls[precision] = (partial(nk.maxsim_packed, queries, documents, threads=options.threads), None)
         found[precision] = {"error": verdict.error, "top10": verdict.top10}
         found[precision]["bytes_per_token"] = round(documents.nbytes / documents.tokens, 1)
+        if precision == "binary":
+            signs = nk.pack(inputs.queries, precision=precision, backend=row)
+            calls["binary queries"] = (partial(nk.maxsim_packed, signs, documents, threads=options.threads), None)
+            verdict = judge(nk.maxsim_packed(signs, documents), expected)
+            found["binary queries"] = {"error": verdict.error, "top10": verdict.top10}
+            found["binary queries"]["bytes_per_token"] = found[precision]["bytes_per_token"]
     if row != "serial" and not ceilings.reason:
         windows = 8 if options.quick else STREAMED_WINDOWS
         calls["int8 kernel"] = (RowKernels(row).call("int8", windows), None)

@@ -63,7 +63,7 @@ static int nk_is_coding_(nk_coding_t const *coding, nk_u64_t depth) {
     nk_u32_t const bits = coding->bits;
     if (coding->precision > nk_residual_k || depth > nk_coded_depth_max_k) return 0;
     if (coding->precision != nk_residual_k) return bits == 0 && coding->centroids == 0;
-    return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && coding->centroids <= UINT32_MAX;
+    return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && coding->centroids && coding->centroids <= UINT32_MAX;
 }
 
 /* Regions of a coded packing. Metadata and codes of the last tile are read whole, so its lanes are there. */

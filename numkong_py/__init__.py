@@ -13,6 +13,7 @@ from . import reference
 from .arrays import Collection, collection
 from .backends import backends, find_kernel
 from .chamfer import ChamferResult, chamfer, chamfer_grad
+from .codebook import Codebook, train_codebook
 from .corpus import Corpus
 from .cpu import Capability, compiled_capabilities, enabled_capabilities, error_bound, output_dtype
 from .cpu import detected_capabilities as capabilities
@@ -34,7 +35,7 @@ from .errors import (
     UnsupportedDtype,
 )
 from .gradient import maxsim_candidates_grad, maxsim_grad, maxsim_pairs_grad
-from .interop import read_tokens, write_tokens
+from .interop import from_plaid, read_tokens, write_tokens
 from .ops import maxsim_packed
 from .packed import PackedTensor, pack, pack_size, packed_shape
 from .packed import open_file as open  # noqa: F401  not in __all__: a star import must not hide the built-in
@@ -49,6 +50,7 @@ __all__ = [
     "BackendUnavailable",
     "Capability",
     "ChamferResult",
+    "Codebook",
     "Collection",
     "Corpus",
     "CorpusLocked",
@@ -79,6 +81,7 @@ __all__ = [
     "error_bound",
     "error_report",
     "find_kernel",
+    "from_plaid",
     "maxsim",
     "maxsim_candidates",
     "maxsim_candidates_grad",
@@ -94,5 +97,6 @@ __all__ = [
     "reference",
     "topk",
     "topk_two_stage",
+    "train_codebook",
     "write_tokens",
 ]

@@ -363,6 +363,25 @@ class Collection:
         for pointer, count, *strides in zip(*(array.tolist() for array in self.runs)):
             yield np.asarray(_Strided(pointer, (count, self.depth), tuple(strides), dtype.itemsize)).view(dtype)
 
+    def blocks(self, tokens: int) -> Iterator[np.ndarray]:
+        """All valid tokens in host memory, in order, as arrays of at most so many.
+
+        Examples
+        --------
+        >>> [len(block) for block in collection([np.ones((3, 2), "f4"), np.ones((4, 2), "f4")]).blocks(4)]
+        [3, 4]
+        """
+        held: list[np.ndarray] = []
+        for part in self._parts():
+            for begin in range(0, len(part), tokens):
+                piece = part[begin : begin + tokens]
+                if held and sum(map(len, held)) + len(piece) > tokens:
+                    yield np.concatenate(held)
+                    held = []
+                held.append(piece)
+        if held:
+            yield np.concatenate(held)
+
     @cached_property
     def positions(self) -> np.ndarray:
         """Place of every valid token among the rows of its set, int64 [tokens]: undoes a mask in an argmax.

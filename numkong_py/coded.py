@@ -12,11 +12,19 @@ import numpy as np
 
 from .layout import Header, read_header
 
-__all__ = ["Regions", "copy_sets", "regions"]
+__all__ = ["Regions", "copy_sets", "regions", "summarise"]
 
 WORD_BYTES = {"int8": 4}  # codes of a token that lie together in a tile; 1 for other precisions
 SIGNED = ("int8",)  # precisions whose codes carry the row's bias
-SUMMARY_BYTES = 48  # nk_packed_document_t
+SUMMARY = np.dtype(  # of nk_packed_document_t, what coded packings fill in
+    {
+        "names": ["norm_max", "norm_min", "residual_max", "residual_ratio_max", "flags"],
+        "formats": ["<f8", "<f4", "<f4", "<f4", "<u4"],
+        "offsets": [0, 8, 12, 24, 40],
+        "itemsize": 48,
+    }
+)
+UNSCREENABLE = 1  # nk_document_unscreenable_k
 BLOCK = 1 << 16  # tokens copied at a time
 
 
@@ -47,7 +55,7 @@ def regions(buffer: np.ndarray, precision: str) -> Regions:
     return Regions(
         header,
         view(header.offsets_at, header.documents + 1, np.int64),
-        view(header.documents_at, header.documents * SUMMARY_BYTES, np.uint8).reshape(-1, SUMMARY_BYTES),
+        view(header.documents_at, header.documents * SUMMARY.itemsize, np.uint8).reshape(-1, SUMMARY.itemsize),
         view(header.scale_at, padded, np.float32),
         view(header.inverse_norm_at, padded if normed else 0, np.float32),
         view(header.screen_at, padded * words * word, np.uint8).reshape(padded // tile, words, tile, word),
@@ -72,3 +80,26 @@ def copy_sets(source: Regions, sets: np.ndarray, target: Regions, precision: str
         tile, lane = np.divmod(chosen, source.header.tile_tokens)
         to_tile, to_lane = np.divmod(places, target.header.tile_tokens)
         target.plane[to_tile, :, to_lane] = source.plane[tile, :, lane] ^ np.uint8(flip)
+
+
+def summarise(target: Regions, norms: np.ndarray, losses: np.ndarray) -> None:
+    """Fill in the summaries of the documents from bounds of every token's norm and of what its codes leave over."""
+    filled = np.diff(target.offsets) > 0
+    starts = target.offsets[:-1][filled]
+    if not len(starts):
+        return
+    scaled = np.isfinite(norms) & (norms > 0)
+    ratios = np.divide(losses, norms, out=losses.copy(), where=scaled) * (1 + 2.0**-39)
+    summaries = np.zeros(len(starts), SUMMARY)
+    summaries["norm_max"] = np.maximum.reduceat(norms, starts)
+    summaries["norm_min"] = _rounded_up(np.minimum.reduceat(norms, starts))
+    summaries["residual_max"] = _rounded_up(np.maximum.reduceat(losses, starts))
+    summaries["residual_ratio_max"] = _rounded_up(np.maximum.reduceat(ratios, starts))
+    summaries["flags"] = np.where(np.isfinite(summaries["norm_max"]), 0, UNSCREENABLE)
+    target.documents[filled] = summaries.view(np.uint8).reshape(-1, SUMMARY.itemsize)
+
+
+def _rounded_up(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)

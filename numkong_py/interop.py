@@ -13,14 +13,24 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from .arrays import Collection, collection
+from .arrays import Collection, collection, read_indices
+from .backends import select
+from .codebook import BLOCK, Codebook, Encoded, fill, unpack_buckets
 from .dtypes import NUMPY_DTYPES, name_of
-from .errors import CorruptFile, DeviceMismatch, InvalidArgument, NumKongError, ShapeMismatch, UnsupportedDtype
+from .errors import (
+    CorruptFile,
+    DeviceMismatch,
+    IndexOutOfRange,
+    InvalidArgument,
+    NumKongError,
+    ShapeMismatch,
+    UnsupportedDtype,
+)
 from .layout import ALIGNMENT
 from .packed import PackedTensor
 from .storage import write_aside
 
-__all__ = ["SUFFIXES", "Tokens", "read_tokens", "write_tokens"]
+__all__ = ["SUFFIXES", "Tokens", "from_plaid", "read_tokens", "write_tokens"]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 GROUPING = ("offsets", "lengths", "mask")  # names of the arrays in a file that say how the tokens are grouped
@@ -340,3 +350,93 @@ def _write_pieces(file: Any, array: _Array, progress: Callable[[int], Any]) -> N
 
 
 WRITERS = {".npz": _write_npz, ".safetensors": _write_safetensors}
+
+
+# ------------------------------------------------------------------------------------- PLAID
+
+
+def from_plaid(
+    codes: Any,
+    residuals: Any,
+    codebook: Codebook,
+    doclens: Any,
+    *,
+    dtype: str = "f32",
+    backend: str | None = None,
+    capabilities: int | None = None,
+) -> PackedTensor:
+    """Pack the tokens of a PLAID index (Santhanam et al., CIKM 2022) from its arrays, without decoding it as a whole.
+
+    PLAID divides a decoded token by its norm. Here its centroid and weights are rounded to integers that add up to at
+    most 127, and the token's scale is the one that brings them nearest to PLAID's unit vector; bounds are about the
+    distance from scores of PLAID's vectors (docs/precision.md).
+
+    Parameters
+    ----------
+    codes : array
+        ``[tokens]``, integers: the centroid of every token.
+    residuals : array
+        uint8 ``[tokens, depth bits / 8]``, in PLAID's order of bits.
+    codebook : Codebook
+        ``Codebook(centroids, bucket_weights, bucket_cutoffs)`` of the index.
+    doclens : array
+        ``[documents]``, integers: tokens of every document.
+    dtype : {"f32", "f16", "bf16"}
+        Of the queries that it will meet.
+    backend, capabilities
+        As for `pack`.
+
+    Returns
+    -------
+    PackedTensor
+
+    Raises
+    ------
+    InvalidArgument, UnsupportedDtype, ShapeMismatch, IndexOutOfRange, MissingKernel, BackendUnavailable
+
+    Examples
+    --------
+    >>> codebook = Codebook(np.eye(8, dtype=np.float32), np.float32([-0.1, 0.1]))
+    >>> packed = from_plaid(np.int32([3, 0, 7]), np.uint8([[255], [0], [16]]), codebook, [2, 1])
+    >>> packed.unpack()[1].round(1)
+    array([[-0.1, -0.1, -0.1,  0.1, -0.1, -0.1, -0.1,  0.9]], dtype=float32)
+    """
+    if not isinstance(codebook, Codebook):
+        raise InvalidArgument(f"codebook: a {type(codebook).__name__}, wanted nk.Codebook(centroids, bucket_weights)")
+    ids, lengths, residuals = read_indices(codes, "codes"), read_indices(doclens, "doclens"), np.asarray(residuals)
+    for name, array in (("codes", ids), ("doclens", lengths)):
+        if array.ndim != 1:
+            raise ShapeMismatch(f"{name}: shape {array.shape}, wanted one dimension")
+    if residuals.dtype != np.uint8:
+        raise UnsupportedDtype(f"residuals: dtype {residuals.dtype}, wanted uint8, the bytes that PLAID stores")
+    if codebook.depth * codebook.bits % 8:
+        raise ShapeMismatch(
+            f"codebook: {codebook.depth} x {codebook.bits} bits are no whole bytes; PLAID has none such"
+        )
+    if residuals.shape != (len(ids), codebook.depth * codebook.bits // 8):
+        wanted = (len(ids), codebook.depth * codebook.bits // 8)
+        raise ShapeMismatch(f"residuals: shape {residuals.shape}, wanted {wanted}: codes, depth x bits / 8")
+    if (lengths < 0).any() or lengths.sum() != len(ids):
+        raise ShapeMismatch(
+            f"doclens: their sum is {lengths.sum()}, wanted {len(ids)}, the number of codes, and none < 0"
+        )
+    outside = np.flatnonzero((ids < 0) | (ids >= len(codebook.centroids)))
+    if len(outside):
+        raise IndexOutOfRange(
+            f"codes[{outside[0]}]: {ids[outside[0]]}, wanted 0 to {len(codebook.centroids) - 1}, a centroid's number"
+        )
+    row = select(name_of(dtype), "cpu", backend=backend, capabilities=capabilities)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    buffer, target = row.lay_out(offsets, codebook.depth, name_of(dtype), codebook.coding)
+    blocks = (slice(begin, begin + BLOCK) for begin in range(0, len(ids), BLOCK))
+    fill(target, codebook, (_plaid_block(codebook, ids[block], residuals[block]) for block in blocks))
+    return PackedTensor(row.seal(buffer))
+
+
+def _plaid_block(codebook: Codebook, ids: np.ndarray, residuals: np.ndarray) -> Encoded:
+    """Tokens as PLAID decodes them, coded with the centroids and buckets that it gave them."""
+    buckets = unpack_buckets(residuals, codebook.bits, codebook.depth)
+    tokens = codebook.centroids[ids] + codebook.weights[buckets]
+    norms = np.sqrt((tokens.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+    units = np.divide(tokens, norms, out=np.zeros(tokens.shape), where=norms > 0).astype(np.float32)
+    return codebook.fit(units, np.ones(len(ids), bool), ids, buckets)

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from . import reference
 from .arrays import Collection, read_collection, read_indices
 from .backends import BACKENDS, Row, select
+from .codebook import BLOCK, Codebook, fill
 from .cpu import CODED_DEPTH_MAX, open_packed
 from .dtypes import name_of
 from .errors import (
@@ -38,7 +40,7 @@ __all__ = [
     "packed_shape",
 ]
 
-PRECISIONS = ("exact", "int8", "fp8", "binary")
+PRECISIONS = ("exact", "int8", "fp8", "binary", "residual")
 
 
 class PackedTensor:
@@ -52,7 +54,7 @@ class PackedTensor:
     dtype : str
         ``"bf16"``, ``"f16"`` or ``"f32"``.
     precision : str
-        ``"exact"``, or how its tokens are coded: ``"int8"`` or ``"fp8"``.
+        ``"exact"``, or how its tokens are coded: ``"int8"``, ``"fp8"``, ``"binary"`` or ``"residual"``.
     device : str
         ``"cpu"`` or ``"cuda:<index>"``.
     backend : str
@@ -463,11 +465,33 @@ def _need_shallow(precision: str, depth: int) -> None:
         )
 
 
-def read_coding(precision: Any) -> Coding:
+def read_coding(precision: Any, codebook: Any = None) -> Coding:
     """The coding of `pack`'s options."""
     if precision not in PRECISIONS:
         raise InvalidArgument(f"precision: {precision!r}, wanted one of {', '.join(map(repr, PRECISIONS))}")
-    return Coding(precision)
+    if precision != "residual" and codebook is not None:
+        raise InvalidArgument(f'codebook: precision {precision!r} has none; pass precision="residual" with it')
+    if precision != "residual":
+        return Coding(precision)
+    if not isinstance(codebook, Codebook):
+        raise InvalidArgument(
+            f"codebook: a {type(codebook).__name__}, and precision 'residual' needs a Codebook; pass "
+            "codebook=nk.train_codebook(x, centroids=...)"
+        )
+    return codebook.coding
+
+
+def _pack_residuals(collection: Collection, row: Row, codebook: Codebook, normalize: bool) -> PackedTensor:
+    """Pack a collection block by block with the codes of a codebook."""
+    _need_shallow("residual", collection.depth)
+    if collection.depth != codebook.depth:
+        raise ShapeMismatch(
+            f"x: depth {collection.depth}, and the codebook's is {codebook.depth}; train one on tokens of x"
+        )
+    blocks = map(reference.normalized, collection.blocks(BLOCK)) if normalize else collection.blocks(BLOCK)
+    buffer, target = row.lay_out(collection.offsets, collection.depth, collection.dtype, codebook.coding)
+    fill(target, codebook, (codebook.encode(block.astype(np.float32)) for block in blocks))
+    return PackedTensor(row.seal(buffer), single=collection.single)
 
 
 def pack(
@@ -479,6 +503,7 @@ def pack(
     dtype: Any = None,
     depth: int | None = None,
     precision: str = "exact",
+    codebook: Codebook | None = None,
     normalize: bool = False,
     backend: str | None = None,
     capabilities: int | None = None,
@@ -498,9 +523,12 @@ def pack(
         Element type to insist on; ``"bf16"`` reads uint16 arrays as bfloat16 bits.
     depth : int, optional
         Depth of an empty list.
-    precision : {"exact", "int8", "fp8"}
+    precision : {"exact", "int8", "fp8", "binary", "residual"}
         ``"exact"`` keeps the vectors bit for bit. ``"int8"`` and ``"fp8"`` (e4m3) keep a byte an element and a scale a
-        token: scores are float32, and `maxsim`'s bounds say how far they can be from the exact ones (docs/numerics.md).
+        token, ``"binary"`` a bit an element, ``"residual"`` 1 to 8 bits an element and the number of a centroid: scores
+        are float32, and `maxsim`'s bounds say how far they can be from the exact ones (docs/precision.md).
+    codebook : Codebook, optional
+        Of ``"residual"``, which needs one: `train_codebook` makes it.
     normalize : bool
         Store every token divided by its L2 norm, rounded to its dtype; zero tokens stay.
     backend : str, optional
@@ -529,12 +557,15 @@ def pack(
     """
     if isinstance(x, PackedTensor):
         raise InvalidArgument("x: packed already; x.to(backend) packs it with another row")
-    coding = read_coding(precision)
+    coding = read_coding(precision, codebook)
     found = read_collection(x, "x", offsets=offsets, lengths=lengths, mask=mask, dtype=dtype, depth=depth)
     if coding != EXACT:
         _need_host(precision, device or found.device)
     row = select(found.dtype, device or found.device, backend=backend, capabilities=capabilities)
-    packed = pack_collection(found, row, normalize=normalize, device=device, coding=coding)
+    if codebook is not None:
+        packed = _pack_residuals(found, row, codebook, normalize)
+    else:
+        packed = pack_collection(found, row, normalize=normalize, device=device, coding=coding)
     if check_finite:
         _check_finite(packed)
     return packed
@@ -558,6 +589,7 @@ def pack_size(
     *,
     documents: int = 1,
     precision: str = "exact",
+    codebook: Codebook | None = None,
     backend: str | None = None,
     capabilities: int | None = None,
 ) -> int:
@@ -571,7 +603,7 @@ def pack_size(
     dtype : str or dtype
     documents : int
         Sets that the tokens belong to.
-    precision, backend, capabilities
+    precision, codebook, backend, capabilities
         As for `pack`.
 
     Raises
@@ -587,7 +619,7 @@ def pack_size(
         if not least <= operator.index(value) < 1 << 64:
             raise ShapeMismatch(f"{name}: {value}, wanted {least} or more, in 64 bits")
     name = name_of(dtype)
-    coding = read_coding(precision)
+    coding = read_coding(precision, codebook)
     row = select(name, backend=backend, capabilities=capabilities)
     if coding == EXACT:
         return row.pack_size(documents, count, depth, name)

@@ -27,6 +27,7 @@ __all__ = [
     "maxsim_pairs",
     "normalized",
     "pair_values",
+    "residual_codes",
     "rounded",
     "sets",
     "squares_of",
@@ -309,10 +310,51 @@ def binary_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.where(finite, scales, np.float32(np.nan))
 
 
+def residual_codes(x: np.ndarray, codebook: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Code every token as float32 scale x (code of its nearest centroid + codes of its buckets' weights).
+
+    Centroids and weights are integers in units of ``(max|centroid| + max|weight|) / 126`` (rounded to float32), so that
+    no sum passes 127. An element of the token less its centroid, in float32, falls into the bucket of the first cutoff
+    that is not below it. The scale is the least-squares one, ``x . code / code . code``, the dot in float64 in the
+    order of the pair value; at most 2^120, and 0 below 2^-87.
+
+    Parameters
+    ----------
+    x : array
+        ``[count, depth]``.
+    codebook : Codebook
+        ``centroids``, ``weights`` and ``cutoffs``.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> book = SimpleNamespace(centroids=np.float32([[100, 0]]), weights=np.float32([-26, 26]), cutoffs=np.float32([0]))
+    >>> residual_codes(np.float32([[126, -26]]), book)
+    (array([[126., -26.]]), array([1.], dtype=float32))
+    """
+    x = np.asarray(x).astype(np.float32)
+    finite = np.isfinite(x).all(axis=1)
+    x = np.where(finite[:, None], x, np.float32(0))
+    centroids, weights = codebook.centroids.astype(np.float64), codebook.weights.astype(np.float64)
+    unit = np.float64(np.float32((np.abs(centroids).max() + np.abs(weights).max()) / 126))
+    nearest = np.argmax(x.astype(np.float64) @ centroids.T - (centroids * centroids).sum(axis=1) / 2, axis=1)
+    buckets = np.searchsorted(codebook.cutoffs, x - codebook.centroids[nearest], side="left")
+    codes = np.rint(centroids / unit)[nearest] + np.rint(weights / unit)[buckets]
+    dots = np.array([_dots(row[None], code[None])[0, 0] for row, code in zip(x, codes, strict=True)]).reshape(len(x))
+    squares = (codes * codes).sum(axis=1)
+    scales = np.divide(dots, squares, out=np.zeros(len(x)), where=squares > 0)
+    scales = np.where(scales < LEAST_SCALE, 0, np.minimum(scales, 2.0**120)).astype(np.float32)
+    return np.where((scales > 0)[:, None], codes, 0.0), np.where(finite, scales, np.float32(np.nan))
+
+
 CODERS = {"int8": int8_codes, "fp8": fp8_codes, "binary": binary_codes}
 
 
-def decoded(x: np.ndarray, precision: str) -> np.ndarray:
+def _codes(x: np.ndarray, precision: str, codebook: Any) -> tuple[np.ndarray, np.ndarray]:
+    return residual_codes(x, codebook) if precision == "residual" else CODERS[precision](x)
+
+
+def decoded(x: np.ndarray, precision: str, codebook: Any = None) -> np.ndarray:
     """What a coded packing unpacks to: scale x code, each element rounded to float32 once.
 
     Examples
@@ -320,7 +362,7 @@ def decoded(x: np.ndarray, precision: str) -> np.ndarray:
     >>> decoded(np.float32([[127, -63.6, 0.4]]), "int8")
     array([[127., -64.,   0.]], dtype=float32)
     """
-    codes, scales = CODERS[precision](x)
+    codes, scales = _codes(x, precision, codebook)
     return scales[:, None] * codes.astype(np.float32)
 
 
@@ -374,14 +416,16 @@ def _added(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return odd.view(np.float64).astype(np.float32)
 
 
-def _similarities(query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int) -> np.ndarray:
+def _similarities(
+    query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int, codebook: Any
+) -> np.ndarray:
     """Dot products, or cosines before they are clamped, of query tokens with the codes of document tokens.
 
     ``(float32(products factor)) weight``, the products rounded to float32: of int8, the integer dot with the codes of
     the query; of fp8, a chain of fused multiply-adds. The factor is 2^-32 x scale for dot, and for cosine and angular
     1 / norm of the codes, rounded to float32, 0 for zero codes. Two zero vectors are at cosine 1 under angular, else 0.
     """
-    codes, scales = CODERS[precision](document)
+    codes, scales = _codes(document, precision, codebook)
     operand = _float_operand(query) if precision == "fp8" else _integer_operand(query, limit)
     if precision != "fp8":
         products = (operand.rows @ codes.T).astype(np.float32)  # integers below 2^31: exact in float64
@@ -402,10 +446,10 @@ def _inverse_norms(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _coded_best(
-    query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int
+    query: np.ndarray, document: np.ndarray, metric: str, precision: str, limit: int, codebook: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lowest token of the largest similarity, the lowest NaN before all, and what that similarity is worth."""
-    similarities = _similarities(query, document, metric, precision, limit)
+    similarities = _similarities(query, document, metric, precision, limit, codebook)
     best = np.argmax(similarities, axis=1)
     values = np.take_along_axis(similarities, best[:, None], axis=1)[:, 0]
     if metric == "dot":
@@ -436,13 +480,14 @@ def _coded_bound(
     reduction: str,
     precision: str,
     limit: int,
+    codebook: Any,
 ) -> float:
     """Largest possible |score - exact score of the vectors that were coded|, by the formula of docs/numerics.md."""
     if not np.isfinite(score):
         return np.inf
     count = len(query)
     query_norms, query_losses = _losses(query, *int8_codes(query, limit))
-    norms, losses = _losses(document, *CODERS[precision](document))
+    norms, losses = _losses(document, *_codes(document, precision, codebook))
     rounding = 8 * 2.0**-24 + count * 2.0**-52
     if precision == "fp8":
         query_losses = np.where(_float_operand(query).scales == 0, query_norms, 0.0)
@@ -514,6 +559,7 @@ def _score_index(
     empty: float | None = None,
     precision: str = "exact",
     query_limit: int = 127,
+    codebook: Any = None,
     return_argmax: bool = False,
     return_token_scores: bool = False,
     return_bounds: bool = False,
@@ -523,7 +569,7 @@ def _score_index(
         raise ValueError(f"metric must be one of {sorted(EMPTY_DOCUMENT)}, got {metric!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    coded = () if precision == "exact" else (precision, query_limit)
+    coded = () if precision == "exact" else (precision, query_limit, codebook)
     dtype = np.dtype(np.float32) if coded else output_dtype(queries.tokens.dtype)
     empty_value = EMPTY_DOCUMENT[metric] if empty is None else empty
     longest = int(np.diff(queries.offsets).max(initial=0))
@@ -595,9 +641,9 @@ def maxsim(queries: Any, documents: Any, **options: Any) -> Any:
         ``"mean"`` divides by the number of valid query tokens.
     empty : float, optional
         Score of a document without tokens; default -inf (dot, cosine) or +inf (angular).
-    precision : {"exact", "int8", "fp8", "binary"}
-        How the documents are coded; `query_limit` is the largest code of a query on the row, 1 for decoded queries
-        that were packed as signs and meet signs.
+    precision : {"exact", "int8", "fp8", "binary", "residual"}
+        How the documents are coded, with `codebook` for residual; `query_limit` is the largest code of a query on the
+        row, 1 for decoded queries that were packed as signs and meet signs.
     return_argmax, return_token_scores, return_bounds : bool
         Ask for a `MaxSimResult`.
 

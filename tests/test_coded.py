@@ -7,6 +7,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,19 @@ from numkong_py.layout import Coding
 from numkong_py.packed import pack_collection
 
 QUERY_LIMITS = {"haswell": 63}  # elsewhere 127
-CODED = ("int8", "fp8", "binary")
+CODED = ("int8", "fp8", "binary", "residual")
 DEPTHS = (*range(1, 131), 384, 1024)
+
+
+@cache
+def coding(precision: str, depth: int) -> dict[str, Any]:
+    """Options of `pack` and of the reference; of residual, a codebook with 1, 2, 4 or 8 bits, in turn by depth."""
+    if precision != "residual":
+        return {"precision": precision}
+    rng = np.random.default_rng(depth)
+    bits = (1, 2, 4, 8)[depth % 4 if depth % 2 else depth // 2 % 4]
+    weights = np.sort(rng.normal(0, 0.3, 1 << bits)).astype(np.float32)
+    return {"precision": precision, "codebook": nk.Codebook(rng.normal(0, 1, (5, depth)), weights)}
 
 
 def limit_of(row: str) -> int:
@@ -72,9 +84,9 @@ def test_same_bits_as_the_reference(precision: str, case: Case, row: str) -> Non
     queries, documents, candidates = inputs(case)
     expected = call(
         reference, case, read(queries), read(documents), candidates,
-        precision=precision, query_limit=limit_of(row), **EVERYTHING,
+        **coding(precision, case.depth), query_limit=limit_of(row), **EVERYTHING,
     )  # fmt: skip
-    packed, asked = pack(documents, row, precision=precision), pack(queries, row)
+    packed, asked = pack(documents, row, **coding(precision, case.depth)), pack(queries, row)
     assert packed.precision == precision
     actual = call(nk, case, asked, packed, candidates, **EVERYTHING)
     assert_same_result(actual, expected)
@@ -115,7 +127,7 @@ def test_serial_and_the_other_rows_agree_to_the_bit(precision: str) -> None:
     query, documents = tokens("random", "f32", 40, 96, 1), [tokens("random", "f32", n, 96, n) for n in (3, 0, 70, 900)]
     rows = [row for row in ROWS if ROWS[row].available and "f32" in ROWS[row].dtypes]
     rows = [row for row in rows if precision == "fp8" or limit_of(row) == 127]
-    results = [nk.maxsim(query, nk.pack(documents, precision=precision, backend=row), **EVERYTHING) for row in rows]
+    results = [nk.maxsim(query, nk.pack(documents, **coding(precision, 96), backend=row), **EVERYTHING) for row in rows]
     assert "serial" in rows
     for result in results:
         assert_same_result(result, results[-1])
@@ -127,8 +139,8 @@ def test_unpack_gives_what_the_codes_stand_for(row: str, dtype: str, precision: 
     need(row, dtype)
     for kind, depth in itertools.product(KINDS, (1, 7, 64, 129)):
         documents = [tokens(kind, dtype, count, depth, count) for count in (3, 0, 17, 1)]
-        packed = pack(lay_out(documents, "mask", 3), row, precision=precision)
-        expected = reference.decoded(np.concatenate(documents), precision)
+        packed = pack(lay_out(documents, "mask", 3), row, **coding(precision, depth))
+        expected = reference.decoded(np.concatenate(documents), **coding(precision, depth))
         assert_same_bits(np.concatenate(packed.unpack()), expected)
         assert packed.dtype == dtype and packed.precision == precision and f"{precision}, row" in repr(packed)
 
@@ -139,7 +151,7 @@ def test_ranges_and_gathers_keep_codes_and_bounds(row: str, dtype: str, precisio
     need(row, dtype)
     documents = [tokens("random", dtype, count, 37, count) for count in (3, 0, 17, 1, 70)]
     query = pack(tokens("random", dtype, 5, 37, 9), row)
-    packed = pack(documents, row, precision=precision)
+    packed = pack(documents, row, **coding(precision, 37))
     whole = nk.maxsim(query, packed, **EVERYTHING)
     packed.save(tmp_path / "whole.safetensors")
     packed[1:4].save(tmp_path / "part.safetensors")
@@ -166,7 +178,7 @@ def test_ranges_and_gathers_keep_codes_and_bounds(row: str, dtype: str, precisio
 def test_rows_exchange_codes_to_the_bit(precision: str) -> None:
     documents = [tokens("random", "f32", count, 50, count) for count in (3, 0, 17, 1, 70)]
     rows = [row for row in ROWS if ROWS[row].available and "f32" in ROWS[row].dtypes]
-    packs = {row: nk.pack(documents, precision=precision, backend=row) for row in rows}
+    packs = {row: nk.pack(documents, **coding(precision, 50), backend=row) for row in rows}
     for source, target in itertools.product(rows, rows):
         moved = packs[source].to(target)
         assert moved.backend == target and header_layout_id(moved) == layout_ids()[target]
@@ -184,7 +196,7 @@ def test_a_pair_scores_the_same_in_any_company(row: str, dtype: str, precision: 
     lengths = (5, 0, 300, 900, 64, 1, 769, 33)
     documents = [tokens("random", dtype, count, 8, count) for count in lengths]
     queries = [tokens("random", dtype, count, 8, 90 + count) for count in (1, 40, 0, 32, 1100, 1100)]
-    packed, together = pack(documents, row, precision=precision), pack(queries, row)
+    packed, together = pack(documents, row, **coding(precision, 8)), pack(queries, row)
     for metric, asked in (("dot", together), ("cosine", together[:4]), ("angular", together[:4])):
         options = {"metric": metric, **EVERYTHING}
         whole = nk.maxsim(asked, packed, **options)
@@ -197,7 +209,7 @@ def test_a_pair_scores_the_same_in_any_company(row: str, dtype: str, precision: 
         listed = nk.maxsim_candidates(asked, packed, candidates, **options)
         assert_same_bits(listed.scores, np.take_along_axis(whole.scores, candidates, axis=1))
         assert np.array_equal(listed.bounds, np.take_along_axis(whole.bounds, candidates, axis=1))
-    one = reference.maxsim(queries[1], documents, precision=precision, query_limit=limit_of(row), **EVERYTHING)
+    one = reference.maxsim(queries[1], documents, **coding(precision, 8), query_limit=limit_of(row), **EVERYTHING)
     assert_same_bits(nk.maxsim(together[1], packed), one.scores)
 
 
@@ -227,7 +239,7 @@ def test_largest_numbers_stay_finite(row: str, precision: str) -> None:
     need(row, "f32")
     top = np.finfo(np.float32).max
     x = np.float32([[top, top], [top, -top / 3], [1e-24, 0]])
-    packed = pack(x, row, precision=precision)
+    packed = pack(x, row, **coding(precision, 2))
     assert np.isfinite(packed.unpack()).all()
     small, large = np.float32([[1e-20, 1e-20], [-1e-21, 0]]), np.float32([[top, top], [-top, -top]])
     result = nk.maxsim(pack(small, row), packed, **EVERYTHING)
@@ -242,11 +254,11 @@ def test_nan_stays_where_it_is(row: str, precision: str) -> None:
     need(row, "f32")
     documents = [tokens("random", "f32", count, 24, count) for count in (5, 40, 3)]
     queries = [tokens("random", "f32", count, 24, 50 + count) for count in (2, 33)]
-    clean = nk.maxsim(pack(queries, row), pack(documents, row, precision=precision))
+    clean = nk.maxsim(pack(queries, row), pack(documents, row, **coding(precision, 24)))
     for value, (side, index) in itertools.product((np.nan, np.inf, -np.inf), ((0, 1), (1, 1))):
         dirty = [[part.copy() for part in parts] for parts in (queries, documents)]
         dirty[side][index][1, 7] = value
-        result = nk.maxsim(pack(dirty[0], row), pack(dirty[1], row, precision=precision), **EVERYTHING)
+        result = nk.maxsim(pack(dirty[0], row), pack(dirty[1], row, **coding(precision, 24)), **EVERYTHING)
         touched = np.zeros(clean.shape, bool)
         touched[(index,) if side == 0 else (slice(None), index)] = True
         assert np.isnan(result.scores[touched]).all() and np.isinf(result.bounds[touched]).all()
@@ -262,7 +274,7 @@ def test_coded_queries_are_their_decoded_tokens(row: str, precision: str) -> Non
     need(row, "f32")
     queries = [tokens("random", "f32", count, 40, 50 + count) for count in (2, 0, 33)]
     documents = [tokens("random", "f32", count, 40, count) for count in (5, 0, 40, 3)]
-    coded, packed = pack(queries, row, precision=precision), pack(documents, row, precision=precision)
+    coded, packed = pack(queries, row, **coding(precision, 40)), pack(documents, row, **coding(precision, 40))
     for metric in METRICS:
         actual = nk.maxsim(coded, packed, metric=metric, **EVERYTHING)
         if precision == "binary":  # signs meet signs
@@ -316,7 +328,7 @@ def test_topk_is_the_sorted_full_matrix(row: str, kind: str, precision: str) -> 
     need(row, "f32")
     queries = [tokens(kind, "f32", count, 24, 100 + count) for count in (3, 32, 40)]
     documents = [tokens(kind, "f32", count, 24, seed) for seed, count in enumerate([0, 5, 17, 1] * 15)]
-    asked, packed = pack(queries, row), pack(documents, row, precision=precision)
+    asked, packed = pack(queries, row), pack(documents, row, **coding(precision, 24))
     for metric, k in (("dot", 1), ("cosine", 7), ("angular", 60)):
         scores, indices = nk.topk(asked, packed, k, metric=metric)
         full = nk.maxsim(asked, packed, metric=metric)
@@ -374,7 +386,7 @@ def test_files_of_other_rows_keep_their_codes(precision: str, tmp_path: Path, mo
     documents = [tokens("random", "f32", count, 50, count) for count in (3, 0, 17, 1, 70)]
     names = [row for row in ROWS if ROWS[row].available and "f32" in ROWS[row].dtypes and row != "serial"]
     for name in names:
-        nk.pack(documents, precision=precision, backend=name).save(tmp_path / name)
+        nk.pack(documents, **coding(precision, documents[0].shape[1]), backend=name).save(tmp_path / name)
     wanted = {name: nk.open(tmp_path / name).to("serial") for name in names}
     monkeypatch.setenv("NUMKONG_CAPABILITIES", "serial")
     for name in names:
@@ -388,7 +400,7 @@ def test_files_of_other_rows_keep_their_codes(precision: str, tmp_path: Path, mo
 @pytest.mark.parametrize("precision", CODED)
 def test_other_programs_get_what_the_codes_stand_for(precision: str, tmp_path: Path) -> None:
     documents = [tokens("random", "bf16", count, 24, count) for count in (3, 0, 17)]
-    packed = nk.pack(documents, precision=precision)
+    packed = nk.pack(documents, **coding(precision, documents[0].shape[1]))
     for suffix in (".npz", ".safetensors"):
         nk.write_tokens(packed, tmp_path / f"tokens{suffix}")
         again = nk.pack(nk.read_tokens(tmp_path / f"tokens{suffix}").sets)

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "numkong_py"
 LAYERS = (
     {"dtypes", "errors", "layout", "coded", "_ffi_build"},
     {"arrays", "threads"},
+    {"codebook"},
     {"reference", "cpu", "cuda"},
     {"backends", "storage"},
     {"packed", "ops"},

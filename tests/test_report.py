@@ -63,7 +63,9 @@ def plain(packed: nk.PackedTensor, k: int, gains: np.ndarray, **options: Any) ->
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_number(precision: str, metric: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = nk.pack(DOCUMENTS, precision=precision)
+    centroids, weights = np.concatenate(DOCUMENTS)[:4], np.float32([-0.5, -0.1, 0.1, 0.5])
+    codebook = nk.Codebook(centroids, weights) if precision == "residual" else None
+    packed = nk.pack(DOCUMENTS, precision=precision, codebook=codebook)
     options = {"metric": metric, "reduction": reduction}
     whole = nk.error_report(packed, DOCUMENTS, QUERIES, k=4, relevance=GAINS, **options)
     for name, value in plain(packed, 4, GAINS, **options).items():

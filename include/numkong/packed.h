@@ -78,7 +78,8 @@ typedef struct nk_coding_t {
 enum {
     nk_coded_depth_max_k = 131072,
     nk_binary_tile_tokens_k = 64,   /* on every row; other codes have tiles of the row's own size */
-    nk_codebook_head_bytes_k = 320, /* scale and weights, before the centroids' codes: 4 bytes for every 4 elements */
+    nk_codebook_weights_at_k = 64,  /* after the scale (f32) and the bias (u8) of the weights' codes, one byte each */
+    nk_codebook_head_bytes_k = 320, /* all that before the centroids' codes: 4 bytes for every 4 elements */
 };
 
 /* What screening and error bounds need of a whole document, all rounded up; infinite where a token cannot be screened.

@@ -85,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", type=Path, required=True)
     add_dtype(command)
     command.add_argument("--backend", help="row to force; `info` lists them")
-    command.add_argument("--precision", choices=PRECISIONS, default="exact", help="others keep codes and no vectors")
+    command.add_argument(
+        "--precision", choices=PRECISIONS[:-1], default="exact", help="others keep codes and no vectors"
+    )
     command.add_argument("--normalize", action="store_true", help="divide every token by its norm")
     command.add_argument("--check-finite", action="store_true", help="refuse NaN and infinities")
 
