@@ -102,4 +102,4 @@ def summarise(target: Regions, norms: np.ndarray, losses: np.ndarray) -> None:
 def _rounded_up(values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32)
-    return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)
+        return np.where(rounded < values, np.nextafter(rounded, np.float32(np.inf)), rounded)

@@ -398,8 +398,9 @@ def from_plaid(
     --------
     >>> codebook = Codebook(np.eye(8, dtype=np.float32), np.float32([-0.1, 0.1]))
     >>> packed = from_plaid(np.int32([3, 0, 7]), np.uint8([[255], [0], [16]]), codebook, [2, 1])
-    >>> packed.unpack()[1].round(1)
-    array([[-0.1, -0.1, -0.1,  0.1, -0.1, -0.1, -0.1,  0.9]], dtype=float32)
+    >>> packed.unpack()[1].round(2)
+    array([[-0.1 , -0.1 , -0.1 ,  0.1 , -0.1 , -0.1 , -0.1 ,  0.96]],
+          dtype=float32)
     """
     if not isinstance(codebook, Codebook):
         raise InvalidArgument(f"codebook: a {type(codebook).__name__}, wanted nk.Codebook(centroids, bucket_weights)")

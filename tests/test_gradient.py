@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import DTYPES, FINITE_KINDS, METRICS, REDUCTIONS, Layout, assert_same_bits, lay_out, read, tokens
+from test_coded import CODED, coding
 
 import numkong_py as nk
 from numkong_py import reference
-from numkong_py.packed import PRECISIONS
 
 ROWS = [row for row in nk.backends() if row.device == "cpu" and row.available]
 GRADIENTS = {
@@ -330,7 +330,7 @@ def test_errors_name_the_argument_and_the_fix() -> None:
 # ------------------------------------------------------------------------------------------------ coded documents
 
 
-@pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.parametrize("precision", CODED)
 @pytest.mark.parametrize("scores", GRADIENTS)
 @pytest.mark.parametrize("queries", QUERY_LAYOUTS)
 def test_gradient_of_queries_by_what_codes_stand_for(queries: str, scores: str, precision: str) -> None:
@@ -339,7 +339,7 @@ def test_gradient_of_queries_by_what_codes_stand_for(queries: str, scores: str, 
     for dtype in DTYPES:
         q, d, extra, upstream, options = case(queries, "list", scores, dtype)
         d.x[-1][-1, 2] = np.nan
-        coded = nk.pack([d.x[-1], *d.x], precision=precision)[1:]
+        coded = nk.pack([d.x[-1], *d.x], **coding(precision, d.x[-1].shape[1]))[1:]
         x = collection(q)
         for metric in METRICS:
             winners = forward(x, coded, *extra, return_argmax=True, metric=metric).argmax

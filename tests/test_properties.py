@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracle import DTYPES, FINITE_KINDS, KINDS, METRICS, REDUCTIONS, assert_same_bits, assert_same_result, bits, tokens
-from test_coded import CODED, assert_within_bounds, limit_of, widened
+from test_coded import CODED, assert_within_bounds, coding, limit_of, widened
 
 import numkong_py as nk
 from numkong_py import reference
@@ -59,10 +59,11 @@ def test_codes_of_anything_score_like_the_reference_and_within_bounds(
     row: str, precision: str, data: st.DataObject
 ) -> None:
     queries, documents, options = data.draw(problems(row))
-    asked, coded = nk.pack(queries, backend=row), nk.pack(documents, precision=precision, backend=row)
+    codes = coding(precision, documents[0].shape[1])
+    asked, coded = nk.pack(queries, backend=row), nk.pack(documents, backend=row, **codes)
     actual = nk.maxsim_packed(asked, coded, **options, **EVERYTHING, return_bounds=True)
-    codes = {"precision": precision, "query_limit": limit_of(row)}
-    assert_same_result(actual, reference.maxsim(queries, documents, **codes, **options, **EVERYTHING))
+    expected = reference.maxsim(queries, documents, query_limit=limit_of(row), **codes, **options, **EVERYTHING)
+    assert_same_result(actual, expected)
     assert_within_bounds(actual, reference.maxsim(widened(queries), widened(documents), **options))
 
 

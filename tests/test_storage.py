@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import DTYPES, ROOT, assert_same_bits, assert_same_result
+from test_coded import CODED, coding
 
 import numkong_py as nk
 from numkong_py import storage
 from numkong_py.backends import BACKENDS
 from numkong_py.cpu import open_packed
 from numkong_py.layout import HEADER, Contents, read_header
-from numkong_py.packed import PRECISIONS
 
 RANDOM = np.random.default_rng(8)
 LENGTHS = [5, 0, 17, 1, 0, 40, 3, 0]
@@ -412,12 +412,13 @@ def test_flipped_bytes_are_seen(saved: Path) -> None:
 def score_damaged_contents(folder: str) -> None:
     """Score, in a process of its own, collections with damage that verify="header" does not see, in every region."""
     path = Path(folder, "damaged")
-    kinds = [(dtype, "exact") for dtype in DTYPES] + [("f32", precision) for precision in PRECISIONS[1:]]
+    kinds = [(dtype, "exact") for dtype in DTYPES] + [("f32", precision) for precision in CODED]
     for row, (dtype, precision) in product(AVAILABLE, kinds):
         if dtype not in row.dtypes:
             continue
         documents = [document.astype(DTYPES[dtype]) for document in DOCUMENTS]
-        packed = nk.pack(documents, precision=precision, backend=row.name)
+        codes = {} if precision == "exact" else coding(precision, documents[0].shape[1])
+        packed = nk.pack(documents, backend=row.name, **codes)
         packed.save(path)
         whole, start = path.read_bytes(), tensors(path)[2]
         regions = sorted({*packed.buffer[64:144].view("<u8").tolist(), packed.nbytes} - {0})
