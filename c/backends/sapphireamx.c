@@ -35,7 +35,7 @@ NK_TARGET_BEGIN(NK_SAPPHIREAMX_TARGET)
 #include "../kernels/x86_direct_rows.inc"
 #define NK_DIRECT_HALVES_(dtype) ((dtype) == nk_bf16_k)
 
-enum { nk_tile_rows_k = 16, nk_tile_row_bytes_k = 64, nk_screen_rows_k = 2 * nk_tile_rows_k };
+enum { nk_tile_rows_k = 16, nk_tile_row_bytes_k = 64, nk_screen_rows_k = 2 * nk_tile_rows_k, nk_fetch_rows_k = 8 };
 
 /* The intrinsics' assembly (gcc 12) does not name the memory that it reads: stores before it are completed here. */
 NK_INLINE void nk_settle_stores_(void) { __asm__ volatile("" ::: "memory"); }
@@ -142,19 +142,25 @@ NK_INLINE void nk_multiply_tiles_(nk_operation_t const operation, int const lowe
     if (lower && pair) _tile_stored(3, sums + 768, nk_tile_row_bytes_k);
 }
 
+NK_INLINE __m512 nk_value_of_sums_(nk_operation_t const operation, nk_i32_t const *sums, __m512i preset, __m512 scale) {
+    __m512i const sum = _mm512_loadu_si512(sums);
+    if (operation != nk_multiply_codes_k) return _mm512_mul_ps(_mm512_castsi512_ps(sum), scale);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sum, preset)), scale);
+}
+
 /* values = sums * scale, the presets added to integer sums, for up to 32 query tokens and one or two document tiles. */
-NK_INLINE void nk_store_values_(nk_operation_t const operation, nk_i32_t const *sums, nk_i32_t const *preset,
-                                nk_size_t rows, int pair, nk_f32_t const *scale, nk_f32_t *values,
+NK_INLINE void nk_store_values_(nk_operation_t const operation, int const pair, nk_i32_t const *sums,
+                                nk_i32_t const *preset, nk_size_t rows, nk_f32_t const *scale, nk_f32_t *values,
                                 nk_size_t value_stride, nk_ahead_t *ahead, nk_size_t ahead_share) {
-    for (nk_size_t row = 0; row != rows; ++row) {
+    __m512 const scale0 = _mm512_loadu_ps(scale), scale16 = pair ? _mm512_loadu_ps(scale + 16) : scale0;
+    for (nk_size_t begin = 0; begin < rows; begin += nk_fetch_rows_k) {
+        nk_size_t const end = rows - begin < nk_fetch_rows_k ? rows : begin + nk_fetch_rows_k;
         nk_fetch_lines_(ahead, ahead_share);
-        for (int of = 0; of <= pair; ++of) {
-            __m512i const sum = _mm512_loadu_si512(sums + of * 512 + row * 16);
-            __m512 const product = operation == nk_multiply_codes_k
-                                       ? _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(preset[row])))
-                                       : _mm512_castsi512_ps(sum);
-            _mm512_storeu_ps(values + row * value_stride + of * 16,
-                             _mm512_mul_ps(product, _mm512_loadu_ps(scale + of * 16)));
+        for (nk_size_t row = begin; row != end; ++row) {
+            __m512i const start = _mm512_set1_epi32(preset[row]);
+            nk_f32_t *const to = values + row * value_stride;
+            _mm512_storeu_ps(to, nk_value_of_sums_(operation, sums + row * 16, start, scale0));
+            if (pair) _mm512_storeu_ps(to + 16, nk_value_of_sums_(operation, sums + 512 + row * 16, start, scale16));
         }
     }
 }
@@ -165,9 +171,11 @@ NK_INLINE void nk_multiply_all_tiles_(nk_operation_t const operation, nk_u8_t co
                                       nk_size_t count, nk_size_t steps, nk_f32_t *values, nk_size_t value_stride,
                                       nk_ahead_t *ahead) {
     nk_sliced_queries_t queries;
-    nk_i32_t sums[1024];
+    nk_i32_t room[1024 + 16]; /* rows of sums on lines of their own: split ones cost a third of the screen */
+    nk_i32_t *const sums = room + (64 - (uintptr_t)room % 64) / sizeof(nk_i32_t);
     if (!steps) return; /* tokens without elements: nothing is screened */
-    nk_size_t const ahead_share = nk_fetch_share_(ahead, (tiles + 1) / 2 * count);
+    nk_size_t const fetches = (count + nk_fetch_rows_k - 1) / nk_fetch_rows_k;
+    nk_size_t const ahead_share = nk_fetch_share_(ahead, (tiles + 1) / 2 * fetches);
     for (nk_size_t first = 0; first < count; first += nk_screen_rows_k) {
         nk_size_t const rows = count - first < nk_screen_rows_k ? count - first : nk_screen_rows_k;
         nk_slice_queries_((nk_i8_t const *)words + first * steps * 4, rows, steps, &queries);
@@ -183,8 +191,12 @@ NK_INLINE void nk_multiply_all_tiles_(nk_operation_t const operation, nk_u8_t co
                 nk_multiply_tiles_(operation, 0, 1, &queries, at, sums);
             else
                 nk_multiply_tiles_(operation, 0, 0, &queries, at, sums);
-            nk_store_values_(operation, sums, preset + first, rows, pair, scale + tile * nk_tile_rows_k,
-                             values + first * value_stride + tile * nk_tile_rows_k, value_stride, ahead, ahead_share);
+            nk_f32_t *const to = values + first * value_stride + tile * nk_tile_rows_k;
+            nk_f32_t const *const worth = scale + tile * nk_tile_rows_k;
+            if (pair)
+                nk_store_values_(operation, 1, sums, preset + first, rows, worth, to, value_stride, ahead, ahead_share);
+            else
+                nk_store_values_(operation, 0, sums, preset + first, rows, worth, to, value_stride, ahead, ahead_share);
         }
     }
     _tile_release();
