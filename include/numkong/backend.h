@@ -225,7 +225,7 @@ typedef struct nk_ahead_t {
 enum { nk_ahead_lines_k = 4096 };
 
 NK_INLINE void nk_fetch_lines_(nk_ahead_t *ahead, nk_size_t lines) {
-    for (; lines && ahead->next != ahead->count; --lines) NK_PREFETCH(ahead->lines[ahead->next++]);
+    for (; lines && ahead->next != ahead->count; --lines) NK_PREFETCH_FAR(ahead->lines[ahead->next++]);
     nk_fetch_coming_(&ahead->range, lines);
 }
 
