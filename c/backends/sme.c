@@ -149,14 +149,13 @@ NK_INLINE void nk_outer_blocks_(nk_operation_t const operation, int const joined
                                 nk_outer_t const *outer) __arm_streaming __arm_inout("za") {
     nk_size_t const rows = (outer->groups * NK_QUERY_GROUP_ + svcntw() - 1) / svcntw();
     nk_size_t const columns = (outer->tiles * NK_TILE_TOKENS_ + svcntw() - 1) / svcntw();
-    nk_size_t const share = (outer->ahead->count - outer->ahead->next + columns - 1) / columns;
+    nk_size_t const share = nk_fetch_share_(outer->ahead, columns);
     for (nk_size_t row = 0; row < rows; row += 2) {
         int const pair = rows - row > 1;
         nk_size_t const step = pair ? 2 : 4;
         for (nk_size_t column = 0; column < columns; column += step) {
             nk_ahead_t *const ahead = outer->ahead;
-            for (nk_size_t line = 0; line != share * step && ahead->next != ahead->count; ++line)
-                NK_PREFETCH(ahead->lines[ahead->next++]);
+            nk_fetch_lines_(ahead, share * step);
             nk_size_t const left = columns - column < step ? columns - column : step;
             if (joined) /* no processor has such vectors yet: one copy of the code does for every shape */
                 nk_outer_block_(operation, 1, pair ? 2 : 1, (int)left, outer, row, column);
@@ -202,7 +201,7 @@ static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *sc
 static void nk_direct_(nk_dtype_t dtype, nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale,
                        nk_u8_t const *queries, nk_i32_t const *preset, nk_size_t groups, nk_size_t words,
                        nk_f32_t *values, nk_size_t value_stride) {
-    nk_ahead_t nothing = {NULL, 0, 0, {NULL, NULL}};
+    nk_ahead_t nothing = {NULL, 0, 1, 0, 0};
     nk_outer_t const outer = {plane, queries, tiles, groups, words, scale, values, value_stride, &nothing};
     (void)preset;
     nk_outer_products_(NK_DIRECT_HALVES_(dtype) ? nk_multiply_bf16_k : nk_multiply_f32_k, &outer);

@@ -216,24 +216,29 @@ NK_INLINE void nk_fetch_coming_(nk_coming_t *coming, nk_size_t lines) {
     for (; lines && coming->at < coming->end; --lines, coming->at += 64) NK_PREFETCH_FAR(coming->at);
 }
 
-/* Lines of memory that will be needed: single ones, and a contiguous range. */
+/* Tokens that will be needed: where each starts, and how far fetching has come. */
 typedef struct nk_ahead_t {
-    nk_u8_t const **lines;
-    nk_size_t next, count;
-    nk_coming_t range;
+    nk_u8_t const **tokens;
+    nk_size_t count, token_lines; /* lines of each token, at least one */
+    nk_size_t next, line;         /* the line to fetch next is the next token's */
 } nk_ahead_t;
-enum { nk_ahead_lines_k = 4096 };
 
 NK_INLINE void nk_fetch_lines_(nk_ahead_t *ahead, nk_size_t lines) {
-    for (; lines && ahead->next != ahead->count; --lines) NK_PREFETCH_FAR(ahead->lines[ahead->next++]);
-    nk_fetch_coming_(&ahead->range, lines);
+    nk_size_t next = ahead->next, line = ahead->line;
+    for (; lines && next != ahead->count; --lines) {
+        NK_PREFETCH_FAR(ahead->tokens[next] + line * 64);
+        int const last = ++line == ahead->token_lines;
+        next += (nk_size_t)last;
+        line = last ? 0 : line;
+    }
+    ahead->next = next;
+    ahead->line = line;
 }
 
 /* Lines to fetch in each of `steps` steps, so that they are spread evenly: a burst would hold up the kernel's own
  * loads. */
 NK_INLINE nk_size_t nk_fetch_share_(nk_ahead_t const *ahead, nk_size_t steps) {
-    nk_size_t const range = (nk_size_t)(ahead->range.end - ahead->range.at) / 64;
-    return (ahead->count - ahead->next + range + steps - 1) / steps;
+    return (ahead->count * ahead->token_lines + steps - 1) / steps;
 }
 
 #ifdef __cplusplus
