@@ -77,7 +77,8 @@ def test_same_bits_and_order_as_topk(row: str, data: st.DataObject) -> None:
 def test_few_documents_are_refined_where_queries_are_related(
     row: str, precision: str, metric: str, tmp_path: Path
 ) -> None:
-    queries, documents = related(1000, 5)
+    dtype = DTYPES[DTYPES_OF[row][0]]  # genoa's is bf16
+    queries, documents = ([x.astype(dtype) for x in side] for side in related(1000, 5))
     nk.pack(documents, backend=row).save(tmp_path / "exact.safetensors")
     nk.pack(documents, backend=row, precision=precision).save(tmp_path / "coarse.safetensors")
     exact, coarse = nk.open(tmp_path / "exact.safetensors"), nk.open(tmp_path / "coarse.safetensors")

@@ -368,7 +368,7 @@ def test_a_saved_collection_opens_in_any_row(built: Built) -> None:
     """Another row's buffer is packed anew, also that of a row which these modules lack: the native ones, with tiles."""
     documents = [tokens("random", "f32", count, 19, count) for count in (5, 0, 40)]
     wanted = reference.maxsim([documents[0]], documents).tolist()
-    for row in (row.name for row in nk.backends() if row.device == "cpu" and row.available):
+    for row in (row.name for row in nk.backends() if row.device == "cpu" and row.available and "f32" in row.dtypes):
         packed = nk.pack(documents, backend=row)
         (built.folder / "packed.nkpack").write_bytes(bytes(memoryview(packed.buffer)))
         (built.folder / "query.f32").write_bytes(documents[0].tobytes())

@@ -19,8 +19,10 @@
 #include <sys/syscall.h>
 #pragma GCC target(                                                                                                    \
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avxvnni,amx-tile,amx-int8,amx-bf16")
-#else
+#elif NK_MODEL_AVX512
 #pragma GCC target("avx2,fma,f16c")
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
 #endif
 
 enum { rounds_k = 2000 };
