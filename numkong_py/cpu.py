@@ -28,7 +28,7 @@ from .errors import (
 )
 from .layout import EXACT, MAGIC, Coding, Contents, Header, aligned_bytes, read_header
 from .reference import MaxSimResult
-from .threads import run_all, thread_count
+from .threads import piece_count, run_all, thread_count
 
 __all__ = [
     "CODED_DEPTH_MAX",
@@ -473,10 +473,10 @@ class CpuRow:
             if status:
                 check(status, "maxsim")
             return result
-        lists = candidates is not None
-        pieces = split_lists(queries, columns, count) if lists else split_documents(queries, documents, count)
+        lists, shares = candidates is not None, piece_count(count, work)
+        pieces = split_lists(queries, columns, shares) if lists else split_documents(queries, documents, shares)
         owners = (queries, documents, candidates, floors, result)
-        run_all(partial(self._score_piece, job, dtype, output.itemsize, owners), pieces)
+        run_all(partial(self._score_piece, job, dtype, output.itemsize, owners), pieces, count)
         return result
 
     def _score_piece(self, whole: Any, dtype: str, itemsize: int, owners: Any, piece: Piece) -> None:
@@ -561,7 +561,7 @@ class CpuRow:
         count = thread_count(threads, GRADIENT_WORK * slots * int(queries.offsets[-1]) * side.depth)
         pieces = _cuts(costs, count) if of_documents else _even_cuts(int(queries.offsets[-1]), count)
         if pieces:
-            run_all(partial(self._gradient_piece, job, keep), pieces)
+            run_all(partial(self._gradient_piece, job, keep), pieces, count)
         return gradient
 
     def _point_at_sets(self, target: Any, side: Any, squares: bool) -> list[np.ndarray]:
@@ -601,7 +601,7 @@ class CpuRow:
         costs = np.concatenate([[0], np.cumsum(np.diff(points.offsets) * (np.diff(others.offsets) + 1.0))])
         count = thread_count(threads, int(costs[-1]) * points.depth)
         edges = np.interp(np.linspace(0, costs[-1], count + 1), costs, points.offsets).astype(np.int64)
-        run_all(partial(self._nearest_piece, job, keep), list(pairwise(edges.tolist())))
+        run_all(partial(self._nearest_piece, job, keep), list(pairwise(edges.tolist())), count)
         return nearest, squares
 
     def _nearest_piece(self, whole: Any, keep: Any, piece: tuple[int, int]) -> None:

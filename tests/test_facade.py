@@ -17,6 +17,7 @@ from numkong_py import reference
 from numkong_py.backends import BACKENDS, select
 from numkong_py.cpu import ffi, lib, split_documents, split_lists
 from numkong_py.packed import from_bytes
+from numkong_py.threads import run_all
 
 ROOT = Path(__file__).resolve().parent.parent
 RANDOM = np.random.default_rng(3)
@@ -187,6 +188,25 @@ def test_pieces_cover_everything_once() -> None:
                 seen[first_query:last_query, first:last] += 1
             assert (seen == 1).all()
             assert len(pieces) <= count
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_piece_is_done_once_by_whoever_is_free(threads: int) -> None:
+    done: list[int] = []
+    run_all(done.append, range(40), threads)
+    assert sorted(done) == list(range(40))
+
+
+def test_the_error_of_a_piece_is_raised_and_nothing_new_begins() -> None:
+    begun: list[int] = []
+
+    def fail(piece: int) -> None:
+        begun.append(piece)
+        raise MemoryError(piece)
+
+    with pytest.raises(MemoryError):
+        run_all(fail, range(1000), 3)
+    assert len(begun) <= 3
 
 
 def test_out_of_pairs_candidates_and_single_queries() -> None:
