@@ -12,7 +12,7 @@ NK_PUBLIC int kernel_direct_halves(int dtype) { return NK_DIRECT_HALVES_((nk_dty
 NK_PUBLIC void kernel_screen(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale, nk_u8_t const *queries,
                              nk_i32_t const *preset, nk_size_t groups, nk_size_t words, nk_f32_t *values,
                              nk_size_t value_stride) {
-    nk_ahead_t nothing = {NULL, 0, 0, {NULL, NULL}};
+    nk_ahead_t nothing = nk_fetch_nothing_();
     nk_screen_(plane, tiles, scale, queries, preset, groups, words, values, value_stride, &nothing);
 }
 

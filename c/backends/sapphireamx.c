@@ -212,7 +212,7 @@ NK_NOINLINE void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t cons
 NK_NOINLINE void nk_direct_(nk_dtype_t dtype, nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale,
                             nk_u8_t const *words, nk_i32_t const *preset, nk_size_t count, nk_size_t steps,
                             nk_f32_t *values, nk_size_t value_stride) {
-    nk_ahead_t nothing = {NULL, 0, 1, 0, 0};
+    nk_ahead_t nothing = nk_fetch_nothing_();
     if (NK_DIRECT_HALVES_(dtype))
         nk_multiply_all_tiles_(nk_multiply_bf16_k, plane, tiles, scale, words, preset, count, steps, values,
                                value_stride, &nothing);

@@ -201,7 +201,7 @@ static void nk_screen_(nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *sc
 static void nk_direct_(nk_dtype_t dtype, nk_u8_t const *plane, nk_size_t tiles, nk_f32_t const *scale,
                        nk_u8_t const *queries, nk_i32_t const *preset, nk_size_t groups, nk_size_t words,
                        nk_f32_t *values, nk_size_t value_stride) {
-    nk_ahead_t nothing = {NULL, 0, 1, 0, 0};
+    nk_ahead_t nothing = nk_fetch_nothing_();
     nk_outer_t const outer = {plane, queries, tiles, groups, words, scale, values, value_stride, &nothing};
     (void)preset;
     nk_outer_products_(NK_DIRECT_HALVES_(dtype) ? nk_multiply_bf16_k : nk_multiply_f32_k, &outer);

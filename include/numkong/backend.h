@@ -223,6 +223,11 @@ typedef struct nk_ahead_t {
     nk_size_t next, line;         /* the line to fetch next is the next token's */
 } nk_ahead_t;
 
+NK_INLINE nk_ahead_t nk_fetch_nothing_(void) {
+    nk_ahead_t const nothing = {NULL, 0, 1, 0, 0};
+    return nothing;
+}
+
 NK_INLINE void nk_fetch_lines_(nk_ahead_t *ahead, nk_size_t lines) {
     nk_size_t next = ahead->next, line = ahead->line;
     for (; lines && next != ahead->count; --lines) {
