@@ -89,7 +89,8 @@ def read(paths: Iterable[Path], quick: bool = False) -> list[Machine]:
                     continue
                 about = record["machine"]
                 family, number_, _ = about["family"].split("/")
-                model = f"{about['model']} (family {family}, model {number_})" if family else about["model"]
+                kind = f"family {family}, model {number_}, " if family else ""
+                model = f"{about['model']} ({kind}{about['cores']} cores)"
                 runs[record["run"]] = machines.setdefault(model, Machine(model))
                 runs[record["run"]].runs.append(record)
             elif record["run"] in runs:
@@ -233,8 +234,8 @@ def rows_table(machine: Machine) -> str:
 
 
 READING = (
-    "\nThe last column is what reading the int8 codes once takes at the measured rate of memory, a byte an element: no score "
-    "comes\nsooner from a corpus that is in no cache.\n"
+    "\nThe last column is what reading the int8 codes once takes at the measured rate of memory, a byte an element: no "
+    "score\ncomes sooner from a corpus that is in no cache.\n"
 )
 
 
