@@ -149,13 +149,19 @@ NK_INLINE void nk_outer_blocks_(nk_operation_t const operation, int const joined
                                 nk_outer_t const *outer) __arm_streaming __arm_inout("za") {
     nk_size_t const rows = (outer->groups * NK_QUERY_GROUP_ + svcntw() - 1) / svcntw();
     nk_size_t const columns = (outer->tiles * NK_TILE_TOKENS_ + svcntw() - 1) / svcntw();
-    nk_size_t const share = nk_fetch_share_(outer->ahead, columns);
+    nk_ahead_t *const ahead = outer->ahead;
+    nk_size_t const share = (ahead->count * ahead->token_lines + columns - 1) / columns;
     for (nk_size_t row = 0; row < rows; row += 2) {
         int const pair = rows - row > 1;
         nk_size_t const step = pair ? 2 : 4;
         for (nk_size_t column = 0; column < columns; column += step) {
-            nk_ahead_t *const ahead = outer->ahead;
-            nk_fetch_lines_(ahead, share * step);
+            /* nk_fetch_lines_, which streaming code may not have inlined */
+            for (nk_size_t line = 0; line != share * step && ahead->next != ahead->count; ++line) {
+                NK_PREFETCH_FAR(ahead->tokens[ahead->next] + ahead->line * 64);
+                int const last = ++ahead->line == ahead->token_lines;
+                ahead->next += (nk_size_t)last;
+                ahead->line = last ? 0 : ahead->line;
+            }
             nk_size_t const left = columns - column < step ? columns - column : step;
             if (joined) /* no processor has such vectors yet: one copy of the code does for every shape */
                 nk_outer_block_(operation, 1, pair ? 2 : 1, (int)left, outer, row, column);
