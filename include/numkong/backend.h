@@ -200,12 +200,16 @@ NK_INLINE nk_u32_t nk_trailing_zeros_(nk_u64_t bits) {
 }
 
 /* What one pass over a row of screening values leaves: in each of 16 lanes the largest value and its token, and the
- * largest of what came second in a lane. While that stays below a floor, the lanes hold all that reaches it. */
+ * largest of what came second in a lane. While that stays below a floor, the lanes hold all that reaches it.
+ *
+ * On x86 a lane's token stands for four, 16 apart: a maximum of four values costs less than keeping track of each, and
+ * which of the four it was is asked of the few that matter. */
 typedef struct nk_leaders_t {
     nk_f32_t best[16];
     nk_u32_t token[16];
     nk_f32_t second;
 } nk_leaders_t;
+enum { nk_leader_stride_k = 16, nk_leader_span_k = 4 * nk_leader_stride_k };
 
 /* Contiguous memory that will be needed, fetched line by line while something else is computed. */
 typedef struct nk_coming_t {
