@@ -548,6 +548,27 @@ def test_memory_mapped_and_foreign_byte_order(dtype: str, tmp_path: Path) -> Non
         assert_same_bits(scores, expected)
 
 
+def same_codes(dtype: str, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document of 16 tokens twelve times over, but for one element that differs by less than its codes see.
+
+    So the screen takes copies for equals, and a pass over a row has them in one lane, of one token or of four.
+    """
+    rng = np.random.default_rng(depth)
+    document = np.tile(rng.standard_normal((16, depth)), (12, 1))
+    document[:, depth // 2] = rng.uniform(0.002, 0.02, len(document))
+    return rng.standard_normal((7, depth)).astype(DTYPES[dtype]), document.astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
+def test_copies_that_only_exact_values_tell_apart(row: str, dtype: str) -> None:
+    need(row, dtype)
+    query, document = same_codes(dtype, 127)
+    wanted = reference.maxsim([query], [document], **EVERYTHING)
+    assert (wanted.argmax >= 64).any() and (wanted.argmax < 64).any(), "copies of all spans must win"
+    packed = nk.pack([query], backend=row), nk.pack([document], backend=row)
+    assert_same_result(nk.maxsim_packed(*packed, **EVERYTHING), wanted)
+
+
 @pytest.mark.parametrize(("row", "dtype"), ROW_AND_DTYPE)
 def test_inputs_are_not_written_and_not_kept(row: str, dtype: str) -> None:
     need(row, dtype)

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import tools
 from oracle import DTYPES, METRICS, ROOT, assert_same_bits, assert_same_result, layout_ids, tokens
-from test_conformance import EVERYTHING, Case, assert_bounds_follow_the_formula, cases, inputs, read
+from test_conformance import EVERYTHING, Case, assert_bounds_follow_the_formula, cases, inputs, read, same_codes
 
 import numkong_py as nk
 from numkong_py import reference
@@ -157,17 +157,6 @@ def extreme_codes(dtype: str, depth: int) -> tuple[np.ndarray, np.ndarray]:
     document = np.concatenate([np.ones((9, depth)), -np.ones((9, depth)), rng.choice([-1.0, 1.0], (40, depth))])
     document[::3, 0] *= 0.96875
     return query.astype(DTYPES[dtype]), document.astype(DTYPES[dtype])
-
-
-def same_codes(dtype: str, depth: int) -> tuple[np.ndarray, np.ndarray]:
-    """A document of 16 tokens four times over, but for one element that differs by less than its codes see.
-
-    So the screen takes copies for equals, and a row's pass has them in one lane.
-    """
-    rng = np.random.default_rng(depth)
-    document = np.tile(rng.standard_normal((16, depth)), (4, 1))
-    document[:, depth // 2] = rng.uniform(0.002, 0.02, len(document))
-    return rng.standard_normal((7, depth)).astype(DTYPES[dtype]), document.astype(DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
