@@ -78,7 +78,11 @@ def run_all(function: Callable[[Any], Any], pieces: Sequence[Any], threads: int)
                 piece = left.popleft()
             except IndexError:
                 return
-            function(piece)
+            try:
+                function(piece)
+            except BaseException:
+                left.clear()  # the rest is of no use
+                raise
 
     others = min(threads, len(pieces)) - 1
     if not others:
@@ -91,7 +95,6 @@ def run_all(function: Callable[[Any], Any], pieces: Sequence[Any], threads: int)
     try:
         work()
     finally:
-        left.clear()  # after an error the rest is of no use
         for future in futures:
             future.exception()  # the buffers must not go away under a running thread
     for future in futures:

@@ -171,7 +171,7 @@ NK_INLINE void nk_multiply_all_tiles_(nk_operation_t const operation, nk_u8_t co
                                       nk_size_t count, nk_size_t steps, nk_f32_t *values, nk_size_t value_stride,
                                       nk_ahead_t *ahead) {
     nk_sliced_queries_t queries;
-    nk_i32_t room[1024 + 16]; /* rows of sums on lines of their own: split ones cost a third of the screen */
+    nk_i32_t room[1024 + 16]; /* each row of sums is a cache line */
     nk_i32_t *const sums = room + (64 - (uintptr_t)room % 64) / sizeof(nk_i32_t);
     if (!steps) return; /* tokens without elements: nothing is screened */
     nk_size_t const fetches = (count + nk_fetch_rows_k - 1) / nk_fetch_rows_k;
